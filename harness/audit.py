@@ -1,0 +1,108 @@
+"""Pair assertions of a run: requested = effective, bytes counted twice, links as asked, cores enough. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.errors import RunError
+from thinpipe.harness.spec import RunSpec
+
+# Ethernet, IPv4 and TCP with timestamps: what a segment costs above its payload.
+SEGMENT_HEADER_BYTES = 14 + 20 + 32
+WIRE_TOLERANCE = 0.002
+# A few acknowledgements may leave between reading TCP's counters and the queue's.
+LATE_SEGMENTS = 30
+RUN_QUEUE_LIMIT_PCT = 5.0
+
+
+def requested(spec: RunSpec) -> dict[str, Any]:
+    """The settings every rank must read back."""
+    compressors = {
+        direction: sorted({grammar.canonical(rule.use) for rule in spec.compression.rules(direction)})
+        for direction in ("forward", "backward")
+    }
+    return {"threads": 1, "dtype": "float32", "seed": spec.seed, "schedule": "ScheduleGPipe", "compressors": compressors}
+
+
+def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise RunError naming the first setting that a rank reads back otherwise."""
+    for rank, found in effective.items():
+        for name in ("threads", "dtype", "seed", "schedule"):
+            if found[name] != asked[name]:
+                raise RunError(f"rank {rank}: {name} was to be {asked[name]!r}, but is {found[name]!r}")
+        for channel, names in found["compressors"].items():
+            direction = channel.split("/")[0]
+            unknown = set(names) - set(asked["compressors"][direction]) - {"none"}
+            unknown -= {grammar.inner(text) for text in asked["compressors"][direction]}
+            if unknown:
+                raise RunError(f"rank {rank}, {channel}: compressors {sorted(unknown)} were not asked for")
+
+
+def wire_bytes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Bytes through the leaf queues of each host between two readings. Raises RunError when a queue was replaced."""
+    at = {(row["host"], row["destination"]): row["bytes"] for row in before}
+    total: dict[int, int] = defaultdict(int)
+    for row in after:
+        key = row["host"], row["destination"]
+        if key not in at or row["bytes"] < at[key]:
+            raise RunError(f"the queue of host {key[0]} towards {key[1]} was replaced while the run was measured")
+        total[row["host"]] += row["bytes"] - at[key]
+    return dict(total)
+
+
+def compare_bytes(per_host: Mapping[int, int], reports: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Leaf-queue bytes = TCP bytes + header x segments, within 0.2 %, host by host; RunError if not."""
+    rows = []
+    for rank, report in sorted(reports.items()):
+        expected = report["tcp_bytes"] + SEGMENT_HEADER_BYTES * report["segments"]
+        found = per_host[rank]
+        slack = WIRE_TOLERANCE * expected + LATE_SEGMENTS * SEGMENT_HEADER_BYTES
+        rows.append(
+            {
+                "host": rank,
+                "wire_bytes": found,
+                "tcp_bytes": report["tcp_bytes"],
+                "segments": report["segments"],
+                "expected_wire_bytes": expected,
+                "retransmitted_bytes": report["retransmitted_bytes"],
+                "sync_bytes": report["sync_bytes"],
+                "gloo_added_bytes": report["gloo_added_bytes"],
+            }
+        )
+        if abs(found - expected) > slack:
+            raise RunError(
+                f"host {rank}: its queue sent {found} B, but TCP's counters say {expected} B "
+                f"({report['tcp_bytes']} B in {report['segments']} segments): traffic went another way"
+            )
+    return rows
+
+
+def fidelity(
+    spec: RunSpec, run_queue_pct: float | None, calibration: Sequence[Mapping[str, Any]]
+) -> dict[str, list[str]]:
+    """Why a run's times must not be trusted: cpu-bound, link-off; empty lists when they may."""
+    flags, reasons = [], []
+    if run_queue_pct is not None and run_queue_pct > RUN_QUEUE_LIMIT_PCT:
+        flags.append("cpu-bound")
+        reasons.append(f"a rank waited {run_queue_pct:.1f} % of its steps for a core (limit {RUN_QUEUE_LIMIT_PCT:g} %)")
+    off = [link for link in calibration if not link["ok"]]
+    if off:
+        flags.append("link-off")
+        reasons += [f"link {link['source']} to {link['destination']}: {link['reason']}" for link in off]
+    elif not calibration and spec.pipeline.stages > 1:
+        flags.append("link-off")
+        reasons.append("the links were not calibrated")
+    return {"flags": flags, "reasons": reasons}
+
+
+def worst_link(calibration: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The slowest measured rate and the longest round trip of all links."""
+    if not calibration:
+        return {"measured_rate_mbit": None, "measured_rtt_ms": None}
+    return {
+        "measured_rate_mbit": min(link["measured_rate_mbit"] for link in calibration),
+        "measured_rtt_ms": max(link["rtt_ms"] for link in calibration),
+    }

@@ -1,0 +1,33 @@
+"""Compressors: what crosses a boundary instead of the tensor.
+
+    grammar.py   text -> compressor; checks, canonical form and plug-in names without importing torch
+    base.py      the contracts         codecs/  one file each, no state      memories/  one file each, wrap a codec
+    rows.py      per-sample storage that memories share
+    kernels/     reference.py is the definition in plain torch; cpu.py gives the same bytes, fused
+
+A plug-in is one file. Its class is the one subclass of `Codec` (or `Memory`) that the module defines, and its
+literals say everything the grammar needs, so nothing is registered and nothing imported to check a text:
+
+    VERSION = 1                       raise it whenever the bytes or the numbers change
+    SUMMARY = "..."  SOURCE = "..."   one line each, shown in listings
+    PARAMETERS = {name: entry, ...}   in the order shown; the constructor takes each as a keyword argument
+    CONTRACT = {text: {...}, ...}     texts the contract suite runs its battery on, and what it may expect
+
+An entry of PARAMETERS is a dict:
+
+    place    "option" (key=value, the default), "argument" (after the colon), "item" (a nested compressor),
+             "fixed" (not written and not given to the constructor; `value` says what it is)
+    type     "int", "float", "word" or "codec" (nested text; the constructor gets the built codec)
+    default  what an option is when not written; without it the parameter is required
+    min, max inclusive range of a number                  above    exclusive lower end of a number
+    choices  the words allowed; with type "codec", words allowed besides a codec (given as they are)
+    aliases  {word: word}, other spellings of a choice, never in a canonical text
+    pins     {word: [option, ...]}: that choice settles those options, so they cannot be written beside it
+    needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
+
+The parameter called `bits` (argument or fixed) is what `grammar.bits` reports as configured; a memory reports that
+of its item. A default is part of the meaning its plug-in's VERSION stands for.
+
+An entry of CONTRACT: `relative` and `absolute` bound the error of one message, |decoded - x| <= relative |x| +
+absolute max|x|; `unbiased` says that the mean over keys is x wherever nothing clips.
+"""

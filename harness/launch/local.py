@@ -1,0 +1,115 @@
+"""Ranks on this machine: each in a network namespace of its own, forked from a server that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from thinpipe.harness.errors import RunError, UserError
+from thinpipe.harness.spec import RunSpec
+from thinpipe.netem.lab import Lab
+from thinpipe.netem.topology import Topology
+
+VERSION = 1
+SUMMARY = "this machine: hosts are network namespaces, ranks are forks"
+SOURCE = "docs/architecture.md section 5"
+PARAMETERS: dict[str, Any] = {"fresh": False}
+
+WORKER = "thinpipe.harness.worker:main"
+STARTED_LIMIT_S = 120.0
+# One thread a rank, always: two lose several times their gain as soon as anything else runs on the machine.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class LocalLauncher:
+    """Holds the fork server of a sweep. fresh=True starts every rank as a new interpreter instead (to compare)."""
+
+    def __init__(self, *, fresh: bool = False):
+        self.fresh = fresh
+        mine, theirs = socket.socketpair()
+        self._sock = mine
+        mine.settimeout(STARTED_LIMIT_S)
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "thinpipe.harness.launch._forkserver", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's signals are ours to handle, not the server's
+            )
+
+    def check(self, spec: RunSpec) -> None:
+        """Refuse a run that cannot work, and prepare what its ranks will share (data, compiled kernels)."""
+        self._ask({"check": spec.canonical()})
+
+    def lab(self, topology: Topology) -> contextlib.AbstractContextManager[Lab]:
+        """The hosts of one run, up and shaped."""
+        reply, fds = self._ask({"lab": topology.to_json()})
+        (fd,) = fds
+        return Lab.attach(reply["pid"], socket.socket(fileno=fd), topology)
+
+    def start_rank(self, lab: Lab, rank: int, world_size: int, args: dict[str, Any], log: Path) -> None:
+        """Start `rank` on host `rank`."""
+        target = "thinpipe.harness.launch.local:exec_worker" if self.fresh else WORKER
+        env = ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        lab.spawn(f"rank{rank}", rank, target, args, log=log, env=env)
+
+    def close(self) -> None:
+        """End the fork server; with its socket closed every lab it started ends too."""
+        self._sock.close()
+        try:
+            self._server.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait(5.0)
+
+    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        data = json.dumps(request).encode()
+        try:
+            self._sock.sendall(len(data).to_bytes(8, "little") + data)
+            head, fds, _, _ = socket.recv_fds(self._sock, 8, 1)
+            length = int.from_bytes(head, "little")
+            body = self._sock.recv(length, socket.MSG_WAITALL) if length else b""
+        except TimeoutError:
+            raise RunError(f"the fork server did not answer within {STARTED_LIMIT_S:.0f} s") from None
+        except OSError as error:
+            raise RunError(f"the fork server is gone ({error})") from error
+        if not body:
+            raise RunError(f"the fork server ended (exit status {self._server.poll()}); its error is above")
+        reply = json.loads(body)
+        if reply["error"] is not None:
+            if "detail" in reply:
+                raise RunError(f"{reply['error']}\n{reply['detail']}")
+            raise UserError(reply["error"])
+        return reply, list(fds)
+
+
+def exec_worker(control: Any, **args: Any) -> None:
+    """Replace this forked process by a new interpreter that runs the worker: nothing is inherited but the pipe."""
+    os.set_inheritable(control.fileno(), True)
+    command = [sys.executable, "-m", "thinpipe.harness.launch.local", str(control.fileno()), json.dumps(args)]
+    os.execv(sys.executable, command)
+
+
+def _exec_main() -> None:
+    from thinpipe.harness import worker
+    from thinpipe.netem.lab import Control
+
+    control = Control(socket.socket(fileno=int(sys.argv[1])))
+    worker.main(control, **json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    _exec_main()

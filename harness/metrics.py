@@ -1,0 +1,171 @@
+"""The closed vocabulary of what is measured: every table column with its type, unit and meaning.
+
+A row is a dict; `check(table, row)` refuses a column that is not listed here, or one that is missing. Ranks write
+rows as JSON lines while they run and as parquet shards at their end; tables.py merges the shards. docs/formats.md is
+held against this file by a test. Times called *_s are seconds; `t_s` and span times are CLOCK_MONOTONIC, shared by
+the hosts of one machine's lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from thinpipe.harness.errors import near_miss
+
+
+class Column(NamedTuple):
+    """type: int, float, str or bool. Values may be None where `optional`."""
+
+    type: type
+    unit: str
+    meaning: str
+    optional: bool = False
+
+
+# What a stage can be busy with; spans carry one of these.
+PHASES = (
+    "forward_compute",
+    "backward_compute",
+    "encode",
+    "decode",
+    "wait_receive",  # blocked until a frame was here
+    "wait_send",  # blocked until a frame had left
+    "send",  # a frame handed to the network: only its start counts
+    "optimizer",
+    "sync",  # what crosses between ranks besides frames: clip norms
+)
+
+KEYS: dict[str, Column] = {
+    "run_id": Column(str, "", "12 hex digits, hash of the spec"),
+}
+
+RUNS: dict[str, Column] = {
+    **KEYS,
+    "train_id": Column(str, "", "what the loss curve depends on: run_id without network, measure, timing"),
+    "experiment": Column(str, "", "name of the experiment file"),
+    "part": Column(str, "", "part of the experiment"),
+    "arm": Column(str, "", "label of the method in figures"),
+    "cell": Column(str, "", "hash of all settings but the seed: runs that differ in the seed alone share it"),
+    "seed": Column(int, "", "seed of weights, data order and stochastic rounding"),
+    "state": Column(str, "", "done, diverged, failed or foreign"),
+    "measure": Column(str, "", "convergence, timing or full"),
+    "model": Column(str, "", "plug-in and preset or checkpoint"),
+    "task": Column(str, "", "plug-in and corpus"),
+    "stages": Column(int, "", "pipeline stages = ranks = hosts"),
+    "microbatches": Column(int, "", "micro-batches a batch"),
+    "batch_size": Column(int, "sequences", "macro batch"),
+    "forward": Column(str, "", "compressor of activations after any warm-up, canonical text"),
+    "backward": Column(str, "", "compressor of activation gradients after any warm-up"),
+    "forward_bits": Column(float, "bit", "bits as configured of the forward codec (32 for none)", True),
+    "backward_bits": Column(float, "bit", "bits as configured of the backward codec (32 for none)", True),
+    "warmup_epochs": Column(int, "epochs", "uncompressed epochs at the start"),
+    "rate_mbit": Column(float, "Mbit/s", "rate set on every link, empty = unlimited", True),
+    "measured_rate_mbit": Column(float, "Mbit/s", "calibrated goodput, worst link, as layer-2 rate", True),
+    "measured_rtt_ms": Column(float, "ms", "calibrated round trip of a small message, worst link", True),
+    "steps": Column(int, "steps", "optimizer steps taken"),
+    "step_time_s": Column(float, "s", "median time of a measured step, slowest rank", True),
+    "cold_step_time_s": Column(float, "s", "median time of the unmeasured first pass's steps (timing runs)", True),
+    "samples_per_s": Column(float, "1/s", "batch_size / step_time_s", True),
+    "tokens_per_s": Column(float, "1/s", "samples_per_s x sequence length", True),
+    "compute_s": Column(float, "s", "median a step, mean over ranks: forward, backward and optimizer", True),
+    "codec_s": Column(float, "s", "median a step, mean over ranks: encode and decode", True),
+    "wait_s": Column(float, "s", "median a step, mean over ranks: blocked while a frame was on its way", True),
+    "idle_s": Column(float, "s", "median a step, mean over ranks: the rest (bubble, synchronisation)", True),
+    "final_train_loss": Column(float, "nat", "mean training loss of the last epoch", True),
+    "final_eval_loss": Column(float, "nat", "held-out loss at the last evaluation", True),
+    "raw_bytes": Column(int, "B", "4 B an element of every tensor that crossed, training steps"),
+    "payload_bytes": Column(int, "B", "what the compressors wrote, training steps"),
+    "frame_bytes": Column(int, "B", "payload and header, training steps"),
+    "wire_bytes": Column(int, "B", "leaf-qdisc counters of all hosts over the whole run, evaluation included", True),
+    "sync_bytes": Column(int, "B", "TCP bytes of everything else between ranks", True),
+    "compression_ratio": Column(float, "", "raw_bytes / frame_bytes", True),
+    "run_queue_pct": Column(float, "%", "worst rank: time runnable but not running, over the measured time", True),
+    "fidelity": Column(str, "", "ok, cpu-bound, link-off, or both joined by +"),
+    "fidelity_reason": Column(str, "", "why it was flagged", True),
+    "machine": Column(str, "", "hash of the machine's identity"),
+    "wall_s": Column(float, "s", "whole run, lab and launch included"),
+    "error": Column(str, "", "first line of what went wrong", True),
+}
+
+STEPS: dict[str, Column] = {
+    **KEYS,
+    "rank": Column(int, "", "global rank"),
+    "step": Column(int, "", "optimizer step from 0"),
+    "epoch": Column(int, "", "epoch from 0"),
+    "measured": Column(bool, "", "false for the unmeasured pass of a timing run"),
+    "t_s": Column(float, "s", "training time at the step's end: the sum of step_time_s so far, evaluation excluded"),
+    "step_time_s": Column(float, "s", "from the step's start to its end on this rank"),
+    "train_loss": Column(float, "nat", "mean over the batch, last stage only", True),
+    "lr": Column(float, "", "learning rate used"),
+    "grad_norm": Column(float, "", "global norm before clipping", True),
+    "compute_s": Column(float, "s", "forward, backward and optimizer"),
+    "codec_s": Column(float, "s", "encode and decode"),
+    "blocked_s": Column(float, "s", "waiting for a receive or a send"),
+    "sync_s": Column(float, "s", "exchanging clip norms"),
+}
+
+TRANSFERS: dict[str, Column] = {
+    **KEYS,
+    "rank": Column(int, "", "the sender"),
+    "step": Column(int, "", "optimizer step from 0"),
+    "epoch": Column(int, "", "epoch from 0"),
+    "boundary": Column(int, "", "0 = between stages 0 and 1"),
+    "direction": Column(str, "", "forward or backward"),
+    "compressor": Column(str, "", "canonical text of what was in force"),
+    "messages": Column(int, "", "frames sent"),
+    "raw_bytes": Column(int, "B", "4 B an element"),
+    "payload_bytes": Column(int, "B", "what the compressor wrote"),
+    "frame_bytes": Column(int, "B", "payload and header"),
+    "rel_error": Column(float, "", "|decoded - x| / |x|, 2-norm, sampled steps", True),
+    "mean_abs": Column(float, "", "mean |x| of the tensor sent, sampled steps", True),
+    "mean_abs_change": Column(float, "", "mean |x - its last visit's|, delta methods, sampled steps", True),
+    "clip_fraction": Column(float, "", "share of elements at the codec's end codes, sampled steps", True),
+}
+
+EVALS: dict[str, Column] = {
+    **KEYS,
+    "epoch": Column(int, "", "epochs completed"),
+    "step": Column(int, "", "optimizer steps completed"),
+    "t_s": Column(float, "s", "training time so far: the sum of step_time_s, evaluation excluded"),
+    "evaluation": Column(str, "", "off or codec: how the boundary was compressed"),
+    "eval_loss": Column(float, "nat", "mean held-out loss a token"),
+    "perplexity": Column(float, "", "exp(eval_loss)"),
+    "sequences": Column(int, "", "held-out sequences scored"),
+}
+
+SPANS: dict[str, Column] = {
+    **KEYS,
+    "rank": Column(int, "", "global rank"),
+    "step": Column(int, "", "optimizer step from 0"),
+    "microbatch": Column(int, "", "micro-batch from 0, -1 where none"),
+    "phase": Column(str, "", "one of PHASES"),
+    "direction": Column(str, "", "forward or backward, empty where neither", True),
+    "start_s": Column(float, "s", "CLOCK_MONOTONIC"),
+    "end_s": Column(float, "s", "CLOCK_MONOTONIC"),
+}
+
+TABLES: dict[str, dict[str, Column]] = {
+    "runs": RUNS,
+    "steps": STEPS,
+    "transfers": TRANSFERS,
+    "evals": EVALS,
+    "spans": SPANS,
+}
+
+
+def check(table: str, row: Mapping[str, Any]) -> None:
+    """Assert that `row` has exactly the columns of `table` with values of their types; KeyError or TypeError if not."""
+    columns = TABLES[table]
+    for name in row:
+        if name not in columns:
+            raise KeyError(f"{table} has no column {name!r}.{near_miss(name, columns)}")
+    for name, column in columns.items():
+        if name not in row:
+            raise KeyError(f"a row of {table} lacks {name!r}")
+        value = row[name]
+        if value is None and column.optional:
+            continue
+        allowed = (int, float) if column.type is float else (column.type,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and column.type is not bool):
+            raise TypeError(f"{table}.{name} is {value!r}, not {column.type.__name__}")

@@ -1,0 +1,107 @@
+"""How long a run will take, from its spec alone: for the plan's column and to weight the progress bar. Pure.
+
+A step of GPipe with M micro-batches on S stages fills the pipeline and then goes at the pace of the slowest
+thing, forward and backward in turn:
+
+    step_s = sum over directions of (M + S - 1) * max(compute_s, transfer_s) + 2 (S - 1) * delay_s compute_s
+    = 2 (forward) or 4 (backward) * parameters a stage * tokens a micro-batch / FLOPS, times S / cores if S >
+    cores transfer_s = elements a micro-batch * bits / rate
+
+An estimate, good to a factor of about two; measured times of the same cell replace it as soon as there are
+any.
+
+>>> round(elements(RunSpec()))
+32768
+"""
+
+from __future__ import annotations
+
+import os
+
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.models.base import resolve
+from thinpipe.harness.spec import RunSpec
+
+# fp32 multiply-adds one core does in a small model's layers, each counted as two.
+FLOPS = 3e10
+# Launch, tokenizer, data, collection.
+RUN_OVERHEAD_S = 4.0
+# Optimizer, Python and kernel launches of a step that the parameters do not show.
+STEP_OVERHEAD_S = 0.02
+# Sent over every link to calibrate it.
+CALIBRATION_BYTES = 2e6
+FIRST_VISIT_BITS = 32.0
+
+
+def predict(spec: RunSpec) -> float:
+    """Seconds the whole run is predicted to take."""
+    rate = spec.network.rate_mbit
+    calibration = 0.0 if rate is None else CALIBRATION_BYTES * 8 / (rate * 1e6)
+    return RUN_OVERHEAD_S + calibration + _training_s(spec) + _evaluation_s(spec)
+
+
+def steps(spec: RunSpec) -> int:
+    """Training steps of the run, unmeasured ones included."""
+    if spec.measure == "timing":
+        return spec.timing.batches * (1 + spec.timing.passes)
+    # The corpus decides where num_sequences is open; 256 is the default of it.
+    per_epoch = spec.steps_per_epoch or max(1, 256 // spec.train.batch_size)
+    total = spec.train.epochs * per_epoch
+    return total if spec.train.max_steps is None else min(total, spec.train.max_steps)
+
+
+def elements(spec: RunSpec) -> int:
+    """Elements that cross one boundary, one way, for one micro-batch."""
+    rows = spec.train.batch_size // spec.pipeline.microbatches
+    return rows * spec.task.sequence_length * resolve(spec.model, spec.task).width
+
+
+def step_s(spec: RunSpec, epoch: int) -> float:
+    """Seconds of one training step in `epoch`."""
+    forward, backward = (_bits(spec, direction, epoch) for direction in ("forward", "backward"))
+    return STEP_OVERHEAD_S + _phase_s(spec, 2, forward) + _phase_s(spec, 4, backward)
+
+
+def _training_s(spec: RunSpec) -> float:
+    count = steps(spec)
+    if spec.measure == "timing":
+        cold = spec.timing.batches
+        return cold * step_s(spec, 0) + (count - cold) * step_s(spec, 1)
+    per_epoch = spec.steps_per_epoch or max(1, 256 // spec.train.batch_size)
+    return sum(
+        step_s(spec, epoch) * min(per_epoch, count - epoch * per_epoch)
+        for epoch in range(-(-count // per_epoch))
+    )
+
+
+def _evaluation_s(spec: RunSpec) -> float:
+    if spec.measure == "timing" or not spec.train.evaluate_every:
+        return 0.0
+    times = spec.train.epochs // spec.train.evaluate_every
+    batches = -(-spec.task.num_eval_sequences // spec.train.batch_size)
+    return times * batches * _phase_s(spec, 2, FIRST_VISIT_BITS)
+
+
+def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
+    """Seconds for all micro-batches to pass all stages in one direction."""
+    stages, pieces = spec.pipeline.stages, spec.pipeline.microbatches
+    shape = resolve(spec.model, spec.task)
+    tokens = spec.train.batch_size // pieces * spec.task.sequence_length
+    parameters = (sum(shape.parameters_per_block) + shape.parameters_head) / stages
+    crowding = max(1.0, stages / (os.cpu_count() or 1))
+    compute = operations * parameters * tokens / FLOPS * crowding
+    if stages == 1:
+        return pieces * compute
+    rate = spec.network.rate_mbit
+    transfer = 0.0 if rate is None else elements(spec) * bits / (rate * 1e6)
+    return (pieces + stages - 1) * max(compute, transfer) + (stages - 1) * spec.network.delay_ms / 1e3
+
+
+def _bits(spec: RunSpec, direction: str, epoch: int) -> float:
+    """Bits an element of the widest boundary; a delta method sends what it has not seen before in full."""
+    widest = 0.0
+    for boundary in range(max(1, spec.pipeline.stages - 1)):
+        text = spec.compression.compressor(direction, boundary, epoch)  # type: ignore[arg-type]
+        first_visit = epoch == 0 and text.startswith("delta")
+        widest = max(widest, FIRST_VISIT_BITS if first_visit else grammar.bits(text) or FIRST_VISIT_BITS)
+    return widest

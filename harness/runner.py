@@ -1,0 +1,300 @@
+"""One run, from spec to status: lab up, links verified, ranks launched, watched, counted, taken down.
+
+    lab up and read back ─▶ calibrate (once a network) ─▶ ranks: ready ─▶ settings compared ─▶ counters ─▶ go
+        ─▶ progress ... done ─▶ counters, bytes compared ─▶ finish ─▶ closed ─▶ status
+
+Every wait has a limit. gloo does not notice a peer that dies while a message is on its way, so the runner watches
+processes and their pipes and ends a failed run itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from thinpipe.harness import audit, manifest, store
+from thinpipe.harness.errors import DivergedError, RunError, UserError
+from thinpipe.harness.launch.base import Launcher
+from thinpipe.harness.launch.local import LocalLauncher
+from thinpipe.harness.spec import NetworkSpec, RunSpec
+from thinpipe.netem import calibrate
+from thinpipe.netem.errors import NetemError
+from thinpipe.netem.link import LinkSpec
+from thinpipe.netem.topology import Topology, mesh
+
+SETUP_LIMIT_S = 180.0
+SETTLE_LIMIT_S = 60.0
+# A step may take this many times as long as its bytes need at the link's rate, and this long at least.
+STALL_FACTOR, STALL_LIMIT_S = 20.0, 60.0
+# Rates up to this are carried by any machine; above, what this one carries is measured first.
+SURE_RATE_MBIT = 200.0
+
+Progress = Callable[[int, int], None]
+
+
+def topology_of(spec: RunSpec) -> Topology:
+    """Every pair of hosts is joined by the run's link: neighbours exchange frames, all exchange clip norms."""
+    return mesh(spec.pipeline.stages, link_of(spec.network))
+
+
+def link_of(network: NetworkSpec) -> LinkSpec:
+    return LinkSpec(**network.model_dump())
+
+
+def stall_limit_s(spec: RunSpec) -> float:
+    """Longest silence of a rank that is not a failure: from the uncompressed bytes of a step and the rate."""
+    rate = spec.network.rate_mbit
+    if rate is None:
+        return STALL_LIMIT_S
+    width = spec.model.width or 1024
+    step_bits = 32 * spec.train.batch_size * spec.task.sequence_length * width * 2
+    return max(STALL_LIMIT_S, STALL_FACTOR * step_bits / (rate * 1e6))
+
+
+class Session:
+    """What a sweep keeps between runs: the launcher and the calibrations. A context manager.
+
+    allow_unreached: run at rates this machine was measured not to carry. calibrated=False: leave links unmeasured
+    (their runs are flagged). limit_s: replaces the stall limit computed from the spec.
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_unreached: bool = False,
+        calibrated: bool = True,
+        fresh: bool = False,
+        limit_s: float | None = None,
+        launcher: Launcher | None = None,
+    ):
+        self.allow_unreached, self.calibrated, self.limit_s = allow_unreached, calibrated, limit_s
+        self._given, self._fresh = launcher, fresh
+        self._calibrations: dict[str, list[dict[str, Any]]] = {}
+        self._capacity_mbit: float | None = None
+
+    def __enter__(self) -> Session:
+        self.launcher: Launcher = self._given or LocalLauncher(fresh=self._fresh)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.launcher.close()
+
+    def check(self, specs: Iterable[RunSpec]) -> None:
+        """Raise UserError for the first run that cannot work as asked, before anything starts."""
+        seen: set[str] = set()
+        for spec in specs:
+            with _as_user_error():
+                topology_of(spec)
+            self._reachable(spec.network.rate_mbit)
+            key = f"{spec.train_id}/{spec.measure}"
+            if key not in seen:
+                seen.add(key)
+                self.launcher.check(spec)
+
+    def _reachable(self, rate_mbit: float | None) -> None:
+        if rate_mbit is None or rate_mbit <= SURE_RATE_MBIT or self.allow_unreached:
+            return
+        if self._capacity_mbit is None:
+            with _as_user_error():
+                self._capacity_mbit = calibrate.capacity_mbit(limit_s=10.0)
+        if rate_mbit > self._capacity_mbit:
+            raise UserError(
+                f"network.rate_mbit {rate_mbit:g} is above what this machine carries between two hosts "
+                f"({self._capacity_mbit:.0f} Mbit/s measured); lower it, or pass --allow-unreached to run anyway and "
+                "have the run flagged"
+            )
+
+    def run(self, spec: RunSpec, run_dir: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+        """Run `spec` in `run_dir` (which holds run.json); returns the status, ended well or not.
+
+        KeyboardInterrupt passes through once everything is taken down. A UserError about the machine (no tc, no
+        privilege) passes through too: it is not the run's.
+        """
+        started, begun = datetime.now(UTC), time.monotonic()
+        run = Run(spec, run_dir, self, progress)
+        state, error, detail = "done", None, None
+        try:
+            run.execute()
+        except RunError as failure:
+            state, error, detail = failure.state, str(failure), run.detail
+        except NetemError as failure:
+            state, error = "failed", str(failure)
+        if error is not None and run.reported:
+            state, error, detail = run.reported
+        store.write_json(run_dir / "manifest.json", manifest.collect(spec) | run.manifest)
+        return {
+            "run_id": spec.run_id,
+            "state": state,
+            "error": error,
+            "detail": detail,
+            "started_at": started.isoformat(timespec="seconds"),
+            "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "wall_s": time.monotonic() - begun,
+            "machine": manifest.machine_id(),
+            **run.summary(),
+        }
+
+    def calibration(self, spec: RunSpec, lab: Any) -> list[dict[str, Any]]:
+        """Measurements of every link, taken once a network in this session."""
+        key = spec.network_id
+        if key not in self._calibrations:
+            self._calibrations[key] = [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
+        return self._calibrations[key]
+
+
+@dataclass
+class Run:
+    """One run's state while it is executed."""
+
+    spec: RunSpec
+    run_dir: Path
+    session: Session
+    progress: Progress
+    manifest: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+    done: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    reported: tuple[str, str, str] | None = None
+    wire_bytes: int | None = None
+    detail: str | None = None
+
+    def execute(self) -> None:
+        topology = topology_of(self.spec)
+        limit = self.session.limit_s or stall_limit_s(self.spec)
+        with self._phase("lab_s"):
+            lab_context = self.session.launcher.lab(topology)
+        with lab_context as lab:
+            self.manifest["network"] = lab.info | {"topology": topology.to_json()}
+            with self._phase("calibrate_s"):
+                if self.spec.pipeline.stages > 1:
+                    self.calibration = self.session.calibration(self.spec, lab)
+                    self.manifest["network"]["calibration"] = self.calibration
+            with self._phase("launch_s"):
+                self._launch(lab, limit)
+                ready = self._collect(lab, "ready", SETUP_LIMIT_S)
+                self._verify_settings({rank: message["effective"] for rank, message in ready.items()})
+            before = lab.counters()
+            self._tell(lab, {"go": True})
+            with self._phase("train_s"):
+                self.done = self._collect(lab, "done", limit)
+            with self._phase("settle_s"):
+                self._verify_bytes(before, lab.counters())
+                self._tell(lab, {"finish": True})
+                self._collect(lab, "closed", SETTLE_LIMIT_S)
+            teardown = time.monotonic()
+        self.phases["teardown_s"] = time.monotonic() - teardown
+        self.manifest["phases_s"] = self.phases
+
+    @contextlib.contextmanager
+    def _phase(self, name: str):
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = time.monotonic() - start
+
+    def _launch(self, lab: Any, limit_s: float) -> None:
+        rendezvous = self.run_dir / "rendezvous"
+        rendezvous.unlink(missing_ok=True)
+        args = {"run_dir": str(self.run_dir.resolve()), "rendezvous": str(rendezvous.resolve()), "limit_s": limit_s}
+        for rank in range(self.spec.pipeline.stages):
+            log = self.run_dir / f"rank{rank}.log"
+            self.session.launcher.start_rank(lab, rank, self.spec.pipeline.stages, args, log)
+            self.steps[rank] = 0
+
+    def _tell(self, lab: Any, message: dict[str, Any]) -> None:
+        for rank in self.steps:
+            lab.send(f"rank{rank}", message)
+
+    def _collect(self, lab: Any, kind: str, silence_s: float) -> dict[int, dict[str, Any]]:
+        """Wait until every rank has sent a message of `kind`; any message counts as a sign of life.
+
+        Raises RunError at once when a rank reports an error or ends early, and after `silence_s` without any message.
+        """
+        got: dict[int, dict[str, Any]] = {}
+        last = dict.fromkeys(self.steps, time.monotonic())
+        while len(got) < len(self.steps):
+            quiet = {rank: heard for rank, heard in last.items() if rank not in got}
+            rank, heard = min(quiet.items(), key=lambda item: item[1])
+            left = heard + silence_s - time.monotonic()
+            if left <= 0:
+                raise RunError(self._stalled(kind, rank, silence_s))
+            event = lab.event(min(left, 1.0))
+            if event is None:
+                continue
+            rank = int(event.name.removeprefix("rank"))
+            if event.kind == "exit":
+                raise RunError(self._ended(kind, rank, event.status))
+            last[rank] = time.monotonic()
+            message = event.data
+            if message["type"] == "error":
+                self.reported = (message["state"], message["error"], message["detail"])
+                raise (DivergedError if message["state"] == "diverged" else RunError)(message["error"])
+            if message["type"] == "progress":
+                self.steps[rank] = message["step"]
+                if rank == len(self.steps) - 1:
+                    self.progress(message["step"], message["steps"])
+            elif message["type"] == kind:
+                got[rank] = message
+        return got
+
+    def _stalled(self, kind: str, rank: int, silence_s: float) -> str:
+        at = ", ".join(f"rank {r} at step {s}" for r, s in self.steps.items())
+        return f"rank {rank} gave no sign of life for {silence_s:.0f} s while it was waited for ({kind}); {at}"
+
+    def _ended(self, kind: str, rank: int, status: int) -> str:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        log = self.run_dir / f"rank{rank}.log"
+        self.detail = _tail(log)
+        return f"rank {rank} {how} at step {self.steps[rank]} before it was {kind}; its log is {log.name}"
+
+    def _verify_settings(self, effective: dict[int, dict[str, Any]]) -> None:
+        requested = audit.requested(self.spec)
+        self.manifest |= {"requested": requested, "effective": {f"rank{r}": e for r, e in effective.items()}}
+        audit.compare_settings(requested, effective)
+
+    def _verify_bytes(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        if self.spec.pipeline.stages == 1:
+            self.wire_bytes = 0
+            return
+        per_host = audit.wire_bytes(before, after)
+        self.wire_bytes = sum(per_host.values())
+        self.manifest["bytes"] = audit.compare_bytes(per_host, self.done)
+
+    def summary(self) -> dict[str, Any]:
+        """The part of status.json that the run measured."""
+        reports = self.done.values()
+        totals = {
+            name: sum(int(report.get(name, 0)) for report in reports)
+            for name in ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes")
+        }
+        queue = max((report["run_queue_pct"] for report in reports), default=None)
+        return {
+            "fidelity": audit.fidelity(self.spec, queue, self.calibration),
+            "totals": totals | {"steps": max(self.steps.values(), default=0), "wire_bytes": self.wire_bytes},
+            "links": audit.worst_link(self.calibration),
+            "run_queue_pct": queue,
+            "phases_s": self.phases,
+        }
+
+
+@contextlib.contextmanager
+def _as_user_error():
+    try:
+        yield
+    except NetemError as error:
+        raise UserError(str(error)) from error
+
+
+def _tail(path: Path, lines: int = 20) -> str | None:
+    try:
+        return os.linesep.join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return None

@@ -1,0 +1,62 @@
+"""Which samples each step of a run trains on: pure, the same on every rank.
+
+A convergence run goes through seeded epochs. A timing run cycles a few fixed batches: one unmeasured pass, in which
+delta methods see every sample for the first time, then the measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.spec import RunSpec
+
+Batches = Callable[..., Sequence[tuple[int, ...]]]
+
+
+class Step(NamedTuple):
+    """One step: the epoch whose compressors are in force, the samples, whether it counts, whether an epoch ends here."""
+
+    epoch: int
+    ids: tuple[int, ...]
+    measured: bool
+    ends_epoch: bool
+
+
+def last_change(spec: RunSpec) -> int:
+    """The epoch from which on no rule changes anything any more."""
+    directions = ("forward", "backward")
+    return max(rule.from_epoch for d in directions for rule in spec.compression.rules(d))  # type: ignore[arg-type]
+
+
+def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
+    """All steps of a run. epoch_batches(num_samples, batch_size, seed=, epoch=) gives one epoch's batches.
+
+    Measured steps of a convergence run: past the last change of compressors, and past the first epoch, which a delta
+    method sends in full (a run of one epoch measures that one).
+    """
+    first = list(epoch_batches(num_samples, spec.train.batch_size, seed=spec.seed, epoch=0))
+    if not first:
+        raise UserError(
+            f"{num_samples} training sequences do not fill one batch of {spec.train.batch_size}; "
+            "lower train.batch_size or raise task.num_sequences"
+        )
+    change = last_change(spec)
+    if spec.measure == "timing":
+        fixed = first[: spec.timing.batches]
+        steps = [
+            Step(change, ids, turn > 0, ids is fixed[-1]) for turn in range(1 + spec.timing.passes) for ids in fixed
+        ]
+    else:
+        steps = []
+        for epoch in range(spec.train.epochs):
+            batches = (
+                list(epoch_batches(num_samples, spec.train.batch_size, seed=spec.seed, epoch=epoch))
+                if epoch
+                else first
+            )
+            measured = spec.train.epochs == 1 or epoch >= max(1, change)
+            steps += [Step(epoch, ids, measured, ids is batches[-1]) for ids in batches]
+    limit = spec.train.max_steps
+    return steps if limit is None else steps[:limit]

@@ -1,0 +1,249 @@
+"""Per-rank parquet shards of runs -> the tidy tables of an experiment.
+
+    results/runs/<run_id>/<table>.rank<r>.parquet      written by each rank, once, at its end
+    results/<experiment>/tables/<table>.{parquet,csv}  written here, from the shards of the runs in runs.json
+
+Both have the columns of metrics.TABLES, in that order, whether or not there are rows. Nothing is filled in or
+left out silently: a shard that a finished run should have and has not is an error.
+
+>>> schema("evals").names[:3]
+['run_id', 'epoch', 'step']
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from thinpipe.harness import metrics, summary
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.spec import RunSpec
+
+SHARDS = ("steps", "transfers", "evals", "spans")
+#: The tables of an experiment. Spans stay with their run: they are its trace, and many.
+TABLES = ("runs", "steps", "transfers", "evals")
+TIMED = ("timing", "full")
+ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+
+
+class Results(Protocol):
+    """What tables need of the store (store.py)."""
+
+    def saved_runs(self, name: str) -> list[dict[str, Any]]: ...
+
+    def run_dir(self, run_id: str) -> Path: ...
+
+    def status(self, run_id: str) -> Mapping[str, Any] | None: ...
+
+    def spec(self, run_id: str) -> RunSpec: ...
+
+    def experiment_dir(self, name: str) -> Path: ...
+
+
+def schema(table: str) -> pa.Schema:
+    """The fixed arrow schema of `table`: int64, float64, string or bool, in the order of metrics.TABLES."""
+    return pa.schema([(name, ARROW[column.type]) for name, column in metrics.TABLES[table].items()])
+
+
+def write_shard(table: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Write `rows` as one parquet file by atomic rename; zero rows make a file with the same schema.
+
+    Raises KeyError or TypeError (metrics.check) where a row is not one of `table`, OSError where the disk
+    refuses; `path` is then as it was.
+    """
+    content = to_arrow(table, rows)
+    _replace(path, lambda part: pq.write_table(content, part))
+
+
+def to_arrow(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Checked rows as an arrow table with the schema of `table`."""
+    checked = list(rows)
+    for row in checked:
+        metrics.check(table, row)
+    return pa.Table.from_pylist(checked, schema=schema(table))
+
+
+def to_frame(table: str, content: pa.Table) -> pd.DataFrame:
+    """`content` as a frame whose dtypes do not depend on its values: an optional int is Int64, not float."""
+    frame = content.to_pandas()
+    for name, column in metrics.TABLES[table].items():
+        if column.type is int and column.optional:
+            frame[name] = content.column(name).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    return frame
+
+
+def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
+    """Build and write the tables of one experiment; return them by name: runs, steps, transfers, evals.
+
+    A run without status.json is unfinished and leaves no row. A failed or diverged run has a row with nulls
+    for what could not be computed, and the rows its ranks had written. Raises UserError naming run and file
+    where a shard of a finished run is missing, unreadable or another run's.
+    """
+    listed = store.saved_runs(experiment_name)
+    if not listed:
+        raise UserError(f"there is no run of an experiment {experiment_name!r} here: `thinpipe run` it first.")
+    rows: list[dict[str, Any]] = []
+    read: dict[str, dict[str, pa.Table]] = {}
+    for entry in listed:
+        run_id = entry["run_id"]
+        status = store.status(run_id)
+        if status is None:
+            continue
+        spec = store.spec(run_id)
+        # Two parts of an experiment may share a run: then it has a row in each, its steps only once.
+        if run_id not in read:
+            read[run_id] = read_run(store.run_dir(run_id), run_id, spec.pipeline.stages, status["state"])
+        rows.append(run_row(experiment_name, entry, spec, status, read[run_id]))
+    tables = {"runs": to_arrow("runs", rows)}
+    for table in TABLES[1:]:
+        parts = [shards[table] for shards in read.values()]
+        tables[table] = pa.concat_tables([schema(table).empty_table(), *parts])
+    return _write(store.experiment_dir(experiment_name) / "tables", tables)
+
+
+def read_run(folder: Path, run_id: str, ranks: int, state: str) -> dict[str, pa.Table]:
+    """All shards of one run, ranks concatenated in order. Only a run that did not finish may lack some."""
+    tables = {}
+    for table in SHARDS:
+        parts = [schema(table).empty_table()]
+        for rank in range(ranks):
+            path = folder / f"{table}.rank{rank}.parquet"
+            if path.exists() or state == "done":
+                parts.append(read_shard(table, path, run_id))
+        tables[table] = pa.concat_tables(parts)
+    return tables
+
+
+def read_shard(table: str, path: Path, run_id: str) -> pa.Table:
+    """One shard, checked. Raises UserError naming run and file: missing, unreadable, or not this run's."""
+    hint = f"Delete {path.parent}, then `thinpipe run` repeats the run."
+    try:
+        # ParquetFile, not read_table: that one adds columns for folders called `name=value`.
+        with pq.ParquetFile(path) as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise UserError(f"run {run_id} is done, but its shard {path} is missing. {hint}") from None
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise UserError(f"run {run_id}: the shard {path} cannot be read ({reason}). {hint}") from None
+    expected = schema(table)
+    if content.schema.names != expected.names or content.schema.types != expected.types:
+        odd = sorted(set(content.schema.names) ^ set(expected.names))
+        detail = ", ".join(odd) or "types or order"
+        raise UserError(f"run {run_id}: {path} has other columns than this version ({detail}). {hint}")
+    others = set(content.column("run_id").to_pylist()) - {run_id}
+    if others:
+        raise UserError(f"run {run_id}: {path} holds rows of run {', '.join(sorted(others))}. {hint}")
+    return content
+
+
+def run_row(
+    experiment: str,
+    entry: Mapping[str, Any],
+    spec: RunSpec,
+    status: Mapping[str, Any],
+    shards: Mapping[str, pa.Table],
+) -> dict[str, Any]:
+    """The runs row of one run with a status, as in metrics.RUNS."""
+    totals, links = status.get("totals") or {}, status.get("links") or {}
+    fidelity = status.get("fidelity") or {}
+    return {
+        **{name: entry[name] for name in ("run_id", "part", "arm", "cell", "seed")},
+        "train_id": spec.train_id,
+        "experiment": experiment,
+        "state": _state(status, spec),
+        "measure": spec.measure,
+        **_settings(spec),
+        **{name: links.get(name) for name in ("measured_rate_mbit", "measured_rtt_ms")},
+        **_computed(entry["run_id"], spec, status["state"], shards),
+        **_moved(entry["run_id"], status["state"], totals, shards),
+        **{name: totals.get(name) for name in ("wire_bytes", "sync_bytes")},
+        "run_queue_pct": status.get("run_queue_pct"),
+        "fidelity": "+".join(fidelity.get("flags") or ()) or "ok",
+        "fidelity_reason": "; ".join(fidelity.get("reasons") or ()) or None,
+        "machine": status["machine"],
+        "wall_s": status["wall_s"],
+        "error": (status.get("error") or "").split("\n", 1)[0] or None,
+    }
+
+
+def _moved(
+    run_id: str, state: str, totals: Mapping[str, Any], shards: Mapping[str, pa.Table]
+) -> dict[str, Any]:
+    """Steps and bytes, counted from the shards and held against what the runner counted in a finished run."""
+    counted: dict[str, Any] = {"steps": len(set(shards["steps"].column("step").to_pylist()))}
+    for name in ("raw_bytes", "payload_bytes", "frame_bytes"):
+        counted[name] = sum(shards["transfers"].column(name).to_pylist())
+    for name, value in counted.items():
+        if state == "done" and totals[name] != value:
+            raise UserError(
+                f"run {run_id}: its shards add up to {name} = {value}, its status.json says {totals[name]}. "
+                "One of them is not of this run: delete its folder, then `thinpipe run` repeats it."
+            )
+    frames = counted["frame_bytes"]
+    return {**counted, "compression_ratio": counted["raw_bytes"] / frames if frames else None}
+
+
+def _settings(spec: RunSpec) -> dict[str, Any]:
+    """The columns that say what was asked for."""
+    last = spec.train.epochs - 1
+    forward = grammar.canonical(spec.compression.compressor("forward", 0, last))
+    backward = grammar.canonical(spec.compression.compressor("backward", 0, last))
+    return {
+        "model": f"{spec.model.name}:{spec.model.checkpoint or spec.model.preset}",
+        "task": f"{spec.task.name}:{spec.task.corpus}",
+        "stages": spec.pipeline.stages,
+        "microbatches": spec.pipeline.microbatches,
+        "batch_size": spec.train.batch_size,
+        "forward": forward,
+        "backward": backward,
+        "forward_bits": grammar.bits(forward),
+        "backward_bits": grammar.bits(backward),
+        "warmup_epochs": spec.compression.warmup_epochs,
+        "rate_mbit": spec.network.rate_mbit,
+    }
+
+
+def _computed(run_id: str, spec: RunSpec, state: str, shards: Mapping[str, pa.Table]) -> dict[str, Any]:
+    if state != "done":
+        return dict.fromkeys(summary.COLUMNS)
+    frames = {table: to_frame(table, content) for table, content in shards.items()}
+    try:
+        return summary.summarise(spec, frames["steps"], frames["spans"], frames["evals"])
+    except UserError as error:
+        raise UserError(f"run {run_id}: {error}") from None
+
+
+def _state(status: Mapping[str, Any], spec: RunSpec) -> str:
+    """As stored, but times measured on another machine are marked: they must never meet ours in a figure."""
+    from thinpipe.harness.manifest import machine_id
+
+    foreign = spec.measure in TIMED and status["state"] == "done" and status["machine"] != machine_id()
+    return "foreign" if foreign else status["state"]
+
+
+def _write(folder: Path, tables: Mapping[str, pa.Table]) -> dict[str, pd.DataFrame]:
+    folder.mkdir(parents=True, exist_ok=True)
+    frames = {}
+    for table, content in tables.items():
+        frame = frames[table] = to_frame(table, content)
+        _replace(folder / f"{table}.parquet", lambda part, content=content: pq.write_table(content, part))
+        _replace(folder / f"{table}.csv", lambda part, frame=frame: frame.to_csv(part, index=False))
+    return frames
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file beside `path`, then move it there: readers see the old file or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""A byte-level BPE trained on a text, and the text in its tokens; both kept in a cache.
+
+One file holds both, named by what they depend on and written by atomic rename: processes that find none at
+the same time each make the same file, and the last one stays. Nothing here leaves a thread behind (a process
+with threads may not be forked into ranks).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.tasks._corpus import Corpus
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Part of the cache's file name: raise it when the same corpus and size would give other tokens.
+FORMAT = 1
+# Encoding 5 MB in one call takes 1 GB, and twice as long as in pieces of this many characters.
+PIECE = 65_536
+# The byte-level pre-tokenizer starts a new word here whatever stands around it, so cutting here changes no token.
+CUT = re.compile(r"(?<=\S)(?=[ \r\n])")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """ids: int32 (n,), the whole text. tokenizer: its JSON in Hugging Face's format; sha256 of that."""
+
+    ids: np.ndarray
+    tokenizer: str
+    sha256: str
+
+
+def tokenize(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokens:
+    """The corpus in the tokens of a BPE of exactly `vocab_size` trained on it, from the cache where it is
+    there.
+
+    Raises UserError when the text is too small for that vocabulary or the cache cannot be used.
+    """
+    path = cache_dir / f"bpe{FORMAT}-{vocab_size}-{corpus.sha256[:16]}.npz"
+    if not path.exists():
+        with _without_threads():
+            tokenizer = train(corpus, vocab_size)
+            _write(path, encode(tokenizer, corpus.text), tokenizer.to_str())
+    return _read(path, vocab_size)
+
+
+def train(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """Train the BPE. It starts from the 256 bytes, so that every text has tokens and none is unknown."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(pieces(corpus.text), trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached != vocab_size:
+        raise UserError(
+            f"task.corpus {corpus.name!r} ({len(corpus.text)} characters) is too small for task.vocab_size "
+            f"{vocab_size}: it gives {reached} tokens. Lower task.vocab_size or take a larger text."
+        )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The token ids of `text`, int32 (n,)."""
+    parts = [np.array(tokenizer.encode(piece).ids, dtype=np.int32) for piece in pieces(text)]
+    return np.concatenate(parts)
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a text into pieces of at least `size` characters, where that changes no token."""
+    start = 0
+    while start < len(text):
+        cut = CUT.search(text, start + size)
+        stop = cut.start() if cut else len(text)
+        yield text[start:stop]
+        start = stop
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """The tokenizers library reads this switch whenever it could start its thread pool."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _write(path: Path, ids: np.ndarray, tokenizer: str) -> None:
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".bpe-", delete=False) as file:
+            temporary = Path(file.name)
+            np.savez(file, ids=ids, tokenizer=np.frombuffer(tokenizer.encode(), dtype=np.uint8))
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the tokenizer cache {path}: {error.strerror}. Free space or fix it."
+        ) from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path, vocab_size: int) -> Tokens:
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            ids, text = data["ids"], data["tokenizer"].tobytes()
+        vocabulary = len(json.loads(text)["model"]["vocab"])
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"the tokenizer cache {path} is damaged ({error}). Delete it and run again."
+        ) from None
+    # A tokenizer loaded the wrong way has an empty vocabulary and says nothing.
+    if vocabulary != vocab_size or ids.max() >= vocab_size:
+        raise UserError(f"the tokenizer cache {path} holds {vocabulary} tokens, not {vocab_size}. Delete it.")
+    return Tokens(ids, text.decode(), hashlib.sha256(text).hexdigest())

@@ -1,0 +1,263 @@
+"""Optimisation: AdamW, learning rate, clipping by the global norm, the training step, evaluation.
+
+A step on one rank: post receives, run torch's schedule, wait for sends, exchange gradient norms, clip, update.
+The mean loss of each micro-batch is taken, gradients are summed over micro-batches and divided by their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import ScheduleGPipe
+
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.compression.base import Direction
+from thinpipe.harness.errors import DivergedError
+from thinpipe.harness.pipeline.stage import CompressedStage
+from thinpipe.harness.recorder import Recorder, now
+from thinpipe.harness.spec import RunSpec, TrainSpec
+
+IGNORE = -100  # a target that cross-entropy leaves out: the padded rows of a last evaluation batch
+
+
+def make_optimizer(named: Sequence[tuple[str, torch.nn.Parameter]], spec: TrainSpec) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, as usual for transformers (biases and norms are vectors)."""
+    matrices = [p for _, p in named if p.ndim >= 2]
+    vectors = [p for _, p in named if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False
+    )
+
+
+def learning_rate(step: int, total: int, spec: TrainSpec) -> float:
+    """Linear from 0 over `warmup_steps`, then linear to 0 at `total`.
+
+    >>> [round(learning_rate(s, 10, TrainSpec(lr=1.0, warmup_steps=2)), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    warmup = min(spec.warmup_steps, total - 1)
+    if step < warmup:
+        return spec.lr * (step + 1) / warmup
+    return spec.lr * (total - step) / max(1, total - warmup)
+
+
+def clip_coefficient(norms: torch.Tensor, clip: float) -> tuple[float, torch.Tensor]:
+    """(global norm, factor <= 1) from per-parameter norms in model order; as torch.nn.utils.clip_grad_norm_."""
+    total = torch.linalg.vector_norm(norms)
+    return float(total), torch.clamp(clip / (total + 1e-6), max=1.0)
+
+
+class NormExchange:
+    """Gathers per-parameter gradient norms of all stages in model order, so that clipping is bit-equal to one process."""
+
+    def __init__(self, num_parameters: int, group: dist.ProcessGroup | None, world_size: int):
+        self.group, self.world_size = group, world_size
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+        if world_size > 1:
+            dist.all_gather(counts, torch.tensor([num_parameters]), group=group)
+        else:
+            counts[0][0] = num_parameters
+        self.counts = [int(c) for c in counts]
+        self._mine = torch.zeros(max(self.counts))
+        self._all = [torch.zeros(max(self.counts)) for _ in range(world_size)]
+
+    def gather(self, norms: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return norms
+        self._mine[: len(norms)] = norms
+        dist.all_gather(self._all, self._mine, group=self.group)
+        return torch.cat([part[:count] for part, count in zip(self._all, self.counts, strict=True)])
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What one epoch uses: by (direction, boundary) the compressor in force and the memories that only watch."""
+
+    use: dict[tuple[Direction, int], str]
+    watch: dict[tuple[Direction, int], tuple[str, ...]]
+
+
+def regime(spec: RunSpec, epoch: int) -> Regime:
+    """The compressors of one training epoch, canonical texts. A memory that comes into force later watches until then."""
+    use: dict[tuple[Direction, int], str] = {}
+    watch: dict[tuple[Direction, int], tuple[str, ...]] = {}
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        for boundary in range(spec.pipeline.stages - 1):
+            active = grammar.canonical(spec.compression.compressor(direction, boundary, epoch))
+            later = {
+                grammar.canonical(rule.use)
+                for rule in spec.compression.rules(direction)
+                if rule.from_epoch > epoch and rule.boundary in (None, boundary)
+            }
+            use[direction, boundary] = active
+            watch[direction, boundary] = tuple(sorted(later - {active}))
+    return Regime(use, watch)
+
+
+def evaluation_regime(spec: RunSpec, epoch: int) -> Regime:
+    """Evaluation: nothing, or the inner codecs of the epoch's compressors; memories are never touched."""
+    training = regime(spec, epoch)
+    off = spec.compression.evaluation == "off"
+    return Regime({key: "none" if off else grammar.inner(text) for key, text in training.use.items()}, {})
+
+
+def texts(spec: RunSpec, direction: Direction, boundary: int) -> set[str]:
+    """Every compressor one channel may be asked for."""
+    rules = [r for r in spec.compression.rules(direction) if r.boundary in (None, boundary)]
+    named = {grammar.canonical(rule.use) for rule in rules} | {"none"}
+    return named | {grammar.inner(text) for text in named}
+
+
+class Trainer:
+    """Runs the training steps and evaluations of one rank.
+
+    plan: list of (epoch, sample ids, measured) for every step; loss: (logits, targets) -> mean over tokens; batch: ids
+    -> (inputs, targets) of the training set.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: CompressedStage,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        loss: Callable[..., torch.Tensor],
+        recorder: Recorder,
+        norms: NormExchange,
+        total_steps: int,
+    ):
+        self.spec, self.stage, self.named, self.recorder, self.norms = spec, stage, named, recorder, norms
+        self.total_steps = total_steps
+        self.optimizer = make_optimizer(named, spec.train)
+        self.training_time_s = 0.0
+
+        def timed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            start = now()
+            value = loss(output, target)
+            recorder.span("forward_compute", start, now(), stage._chunk)
+            return value
+
+        def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            flat = output.reshape(-1, output.shape[-1])
+            return torch.nn.functional.cross_entropy(flat, target.reshape(-1), ignore_index=IGNORE, reduction="sum")
+
+        pieces = spec.pipeline.microbatches
+        self.schedule = ScheduleGPipe(stage, pieces, loss_fn=timed_loss)
+        self.evaluation = ScheduleGPipe(stage, pieces, loss_fn=summed_loss, scale_grads=False)
+
+    def step(
+        self, step: int, epoch: int, ids: tuple[int, ...], inputs: torch.Tensor, targets: torch.Tensor, *,
+        measured: bool, regime: Regime,
+    ) -> float | None:  # fmt: skip
+        """One optimizer step on this rank; the batch's loss on the last stage, else None."""
+        self.recorder.step = step
+        start = now()
+        losses = self._forward_backward(step, ids, inputs, targets, regime)
+        sent = self.stage.finish_step(training=True)
+        norm = self._clip()
+        lr = learning_rate(step, self.total_steps, self.spec.train)
+        self._update(lr)
+        elapsed = now() - start
+        self.training_time_s += elapsed
+        loss = None
+        if self.stage.is_last:
+            loss = float(torch.stack(losses).sum()) / len(losses)
+            if not math.isfinite(loss):
+                raise DivergedError(f"the training loss became {loss} at step {step} (epoch {epoch})")
+        self.recorder.row(
+            "steps", rank=self.recorder.rank, step=step, epoch=epoch, measured=measured, t_s=self.training_time_s,
+            step_time_s=elapsed, train_loss=loss, lr=lr, grad_norm=norm, **self.recorder.take_sums(),
+        )  # fmt: skip
+        for channel, traffic in sent:
+            self.recorder.row(
+                "transfers", rank=self.recorder.rank, step=step, epoch=epoch, boundary=channel.boundary,
+                direction=channel.direction, compressor=traffic.compressor, messages=traffic.messages,
+                raw_bytes=traffic.raw_bytes, payload_bytes=traffic.payload_bytes, frame_bytes=traffic.frame_bytes,
+                **{k: traffic.samples.get(k) for k in ("rel_error", "mean_abs", "mean_abs_change", "clip_fraction")},
+            )  # fmt: skip
+        return loss
+
+    def _forward_backward(
+        self, step: int, ids: tuple[int, ...], inputs: torch.Tensor, targets: torch.Tensor, regime: Regime
+    ) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        self.stage.begin_step(step, self._pieces(ids), training=True, use=regime.use, watch=regime.watch)
+        self._run(self.schedule.step, inputs, targets, losses)
+        return losses
+
+    def _run(self, step: Callable[..., Any], inputs: torch.Tensor, targets: torch.Tensor, losses: list) -> None:
+        args = (inputs,) if self.stage.is_first else ()
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.stage.is_last else {}
+        step(*args, return_outputs=False, **kwargs)
+
+    def _pieces(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        size = len(ids) // self.spec.pipeline.microbatches
+        return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+    def _clip(self) -> float | None:
+        clip = self.spec.train.clip_norm
+        if clip is None:
+            return None
+        start = now()
+        gradients = [p.grad for _, p in self.named if p.grad is not None]
+        assert len(gradients) == len(self.named), "every parameter of a stage gets a gradient"
+        mine = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
+        exchange = now()
+        norms = self.norms.gather(mine)
+        end = now()
+        norm, factor = clip_coefficient(norms, clip)
+        if not math.isfinite(norm):
+            raise DivergedError(f"the gradient norm became {norm} at step {self.recorder.step}")
+        for gradient in gradients:
+            gradient.mul_(factor)
+        self.recorder.span("optimizer", start, exchange)
+        self.recorder.span("sync", exchange, end)
+        self.recorder.span("optimizer", end, now())
+        return norm
+
+    def _update(self, lr: float) -> None:
+        start = now()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.recorder.span("optimizer", start, now())
+
+    @torch.no_grad()
+    def evaluate(
+        self, step: int, batches: Sequence[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]], regime: Regime
+    ) -> tuple[float, int] | None:
+        """(mean loss a token, tokens) of the held-out set on the last stage, else None. Gradients are untouched.
+
+        batches: (ids, inputs, targets) with IGNORE where a row is padding.
+        """
+        total, tokens = 0.0, 0
+        keep, self.recorder.keep_spans = self.recorder.keep_spans, False
+        for ids, inputs, targets in batches:
+            losses: list[torch.Tensor] = []
+            self.stage.begin_step(step, self._pieces(ids), training=False, use=regime.use, watch={})
+            self._run(self.evaluation.eval, inputs, targets, losses)
+            self.stage.finish_step(training=False)
+            total += sum(float(loss) for loss in losses)
+            tokens += int((targets != IGNORE).sum())
+        self.recorder.keep_spans = keep
+        self.recorder.take_sums()
+        return (total / tokens, tokens) if self.stage.is_last and tokens else None
+
+
+def cache_folder() -> Path:
+    """Where tokenizers are kept between runs: $THINPIPE_CACHE, else $XDG_CACHE_HOME/thinpipe, else ~/.cache/thinpipe."""
+    import os
+
+    named = os.environ.get("THINPIPE_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinpipe"
