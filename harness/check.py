@@ -10,6 +10,7 @@ import psutil
 from thinpipe.harness import plugins, steps, train, worker
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Memory
+from thinpipe.harness.compression.kernels import cpu
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.models import base as models
 from thinpipe.harness.pipeline import partition
@@ -33,7 +34,7 @@ def check(spec: RunSpec, *, available_bytes: int | None = None) -> None:
         num_samples = min(num_samples, spec.timing.batches * spec.train.batch_size)
     _fits(spec, cache_bytes(spec, num_samples, tensor_shape), available_bytes)
     if spec.pipeline.stages > 1:
-        grammar.warm_up()
+        cpu.warm_up()
 
 
 def cache_bytes(spec: RunSpec, num_samples: int, shape: tuple[int, ...]) -> int:

@@ -144,17 +144,15 @@ def _expand_part(item: Mapping[str, Any], shared: Any, changes: Settings, where:
     for label, own in arms:
         for point in itertools.product(*axes.values()):
             settings = {**dict(zip(axes, point, strict=True)), **own}
-            cells.append(_cell(name, label, settings, {**base, **fixed, **settings}, seeds, where))
+            runs = _runs({**base, **fixed, **settings}, seeds, f"{where} arm {label!r}")
+            cells.append(Cell(name, label, settings, runs[0][1].cell_id, runs))
     return ExperimentPart(name, tuple(cells))
 
 
-def _cell(part: str, arm: str, settings: Settings, merged: Settings, seeds: list[int], where: str) -> Cell:
+def _runs(merged: Settings, seeds: list[int], where: str) -> tuple[tuple[int, RunSpec], ...]:
     from thinpipe.harness.spec import parse
 
-    runs = []
-    for seed in seeds:
-        runs.append((seed, parse({**nest(merged), "seed": seed}, where=f"{where} arm {arm!r}")))
-    return Cell(part, arm, settings, runs[0][1].cell_id, tuple(runs))
+    return tuple((seed, parse({**nest(merged), "seed": seed}, where=where)) for seed in seeds)
 
 
 def _axes(data: Any, changes: Settings, where: str) -> dict[str, list[Any]]:

@@ -19,6 +19,8 @@ from typing import Any
 
 from thinpipe.harness import plugins
 from thinpipe.harness.spec import RunSpec
+from thinpipe.netem import tools as netem_tools
+from thinpipe.netem.errors import NetemError
 
 COMMAND_LIMIT_S = 5.0
 
@@ -87,7 +89,7 @@ def version(distribution: str) -> str | None:
 @functools.cache
 def tools() -> dict[str, str | None]:
     """What tc and ip say their version is."""
-    return {name: _output([name, "-V"]) for name in ("tc", "ip")}
+    return {name: _tool_version(name) for name in ("tc", "ip")}
 
 
 def source() -> dict[str, Any] | None:
@@ -101,6 +103,13 @@ def source() -> dict[str, Any] | None:
         "commit": _output([*git, "rev-parse", "HEAD"]),
         "dirty": None if changes is None else bool(changes),
     }
+
+
+def _tool_version(name: str) -> str | None:
+    try:
+        return netem_tools.run([name, "-V"]).strip()
+    except NetemError:
+        return None
 
 
 def _output(command: list[str]) -> str | None:

@@ -93,10 +93,10 @@ def make(experiment: Experiment, store: Store, *, only: str | None = None, limit
         raise UserError(f"--limit {limit}: must be at least 1.")
     entries = _unique_runs(experiment.cells())
     times = _Times(store, entries)
-    entries = [_with_state(entry, store, times) for entry in entries]
+    entries = [_with_state(entry, store, times) for entry in _ordered(entries, experiment.seeds)]
     if only is not None:
         entries = _select(entries, only)
-    return Plan(experiment.name, tuple(_ordered(entries, experiment.seeds)), limit)
+    return Plan(experiment.name, tuple(entries), limit)
 
 
 def _unique_runs(cells: Iterable[Cell]) -> list[Entry]:

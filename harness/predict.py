@@ -17,10 +17,15 @@ any.
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.models.base import resolve
-from thinpipe.harness.spec import RunSpec
+from thinpipe.harness.spec import RunSpec, TaskSpec
+from thinpipe.harness.steps import last_change
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 # fp32 multiply-adds one core does in a small model's layers, each counted as two.
 FLOPS = 3e10
@@ -30,7 +35,7 @@ RUN_OVERHEAD_S = 4.0
 STEP_OVERHEAD_S = 0.02
 # Sent over every link to calibrate it.
 CALIBRATION_BYTES = 2e6
-FIRST_VISIT_BITS = 32.0
+FULL_BITS = 32.0
 
 
 def predict(spec: RunSpec) -> float:
@@ -44,9 +49,7 @@ def steps(spec: RunSpec) -> int:
     """Training steps of the run, unmeasured ones included."""
     if spec.measure == "timing":
         return spec.timing.batches * (1 + spec.timing.passes)
-    # The corpus decides where num_sequences is open; 256 is the default of it.
-    per_epoch = spec.steps_per_epoch or max(1, 256 // spec.train.batch_size)
-    total = spec.train.epochs * per_epoch
+    total = spec.train.epochs * _steps_per_epoch(spec)
     return total if spec.train.max_steps is None else min(total, spec.train.max_steps)
 
 
@@ -56,22 +59,30 @@ def elements(spec: RunSpec) -> int:
     return rows * spec.task.sequence_length * resolve(spec.model, spec.task).width
 
 
-def step_s(spec: RunSpec, epoch: int) -> float:
-    """Seconds of one training step in `epoch`."""
-    forward, backward = (_bits(spec, direction, epoch) for direction in ("forward", "backward"))
+def step_s(spec: RunSpec, epoch: int, *, first_visit: bool) -> float:
+    """Seconds of one training step in `epoch`; first_visit: of samples that no delta method has seen."""
+    forward, backward = (_bits(spec, direction, epoch, first_visit) for direction in DIRECTIONS)
     return STEP_OVERHEAD_S + _phase_s(spec, 2, forward) + _phase_s(spec, 4, backward)
 
 
 def _training_s(spec: RunSpec) -> float:
     count = steps(spec)
     if spec.measure == "timing":
-        cold = spec.timing.batches
-        return cold * step_s(spec, 0) + (count - cold) * step_s(spec, 1)
-    per_epoch = spec.steps_per_epoch or max(1, 256 // spec.train.batch_size)
+        cold, last = spec.timing.batches, last_change(spec)
+        return cold * step_s(spec, last, first_visit=True) + (count - cold) * step_s(
+            spec, last, first_visit=False
+        )
+    per_epoch = _steps_per_epoch(spec)
     return sum(
-        step_s(spec, epoch) * min(per_epoch, count - epoch * per_epoch)
+        step_s(spec, epoch, first_visit=epoch == 0) * min(per_epoch, count - epoch * per_epoch)
         for epoch in range(-(-count // per_epoch))
     )
+
+
+def _steps_per_epoch(spec: RunSpec) -> int:
+    # The corpus decides where num_sequences is open; its default stands in.
+    count = spec.task.num_sequences or TaskSpec().num_sequences or 1
+    return max(1, count // spec.train.batch_size)
 
 
 def _evaluation_s(spec: RunSpec) -> float:
@@ -79,7 +90,7 @@ def _evaluation_s(spec: RunSpec) -> float:
         return 0.0
     times = spec.train.epochs // spec.train.evaluate_every
     batches = -(-spec.task.num_eval_sequences // spec.train.batch_size)
-    return times * batches * _phase_s(spec, 2, FIRST_VISIT_BITS)
+    return times * batches * _phase_s(spec, 2, FULL_BITS)
 
 
 def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
@@ -97,11 +108,11 @@ def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
     return (pieces + stages - 1) * max(compute, transfer) + (stages - 1) * spec.network.delay_ms / 1e3
 
 
-def _bits(spec: RunSpec, direction: str, epoch: int) -> float:
+def _bits(spec: RunSpec, direction: Direction, epoch: int, first_visit: bool) -> float:
     """Bits an element of the widest boundary; a delta method sends what it has not seen before in full."""
     widest = 0.0
     for boundary in range(max(1, spec.pipeline.stages - 1)):
-        text = spec.compression.compressor(direction, boundary, epoch)  # type: ignore[arg-type]
-        first_visit = epoch == 0 and text.startswith("delta")
-        widest = max(widest, FIRST_VISIT_BITS if first_visit else grammar.bits(text) or FIRST_VISIT_BITS)
+        text = spec.compression.compressor(direction, boundary, epoch)
+        unseen = first_visit and text.startswith("delta")
+        widest = max(widest, FULL_BITS if unseen else grammar.bits(text) or FULL_BITS)
     return widest

@@ -20,13 +20,13 @@ from typing import Any
 
 from thinpipe.harness import audit, manifest, store
 from thinpipe.harness.errors import DivergedError, RunError, UserError
-from thinpipe.harness.launch.base import Launcher
+from thinpipe.harness.launch.base import Launcher, topology_to_json
 from thinpipe.harness.launch.local import LocalLauncher
 from thinpipe.harness.spec import NetworkSpec, RunSpec
 from thinpipe.netem import calibrate
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.link import LinkSpec
-from thinpipe.netem.topology import Topology, mesh
+from thinpipe.netem.topology import Topology
 
 SETUP_LIMIT_S = 180.0
 SETTLE_LIMIT_S = 60.0
@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 
 def topology_of(spec: RunSpec) -> Topology:
     """Every pair of hosts is joined by the run's link: neighbours exchange frames, all exchange clip norms."""
-    return mesh(spec.pipeline.stages, link_of(spec.network))
+    return Topology.mesh(spec.pipeline.stages, link_of(spec.network))
 
 
 def link_of(network: NetworkSpec) -> LinkSpec:
@@ -110,7 +110,9 @@ class Session:
                 "have the run flagged"
             )
 
-    def run(self, spec: RunSpec, run_dir: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    def run(
+        self, spec: RunSpec, run_dir: Path, progress: Progress = lambda done, total: None
+    ) -> dict[str, Any]:
         """Run `spec` in `run_dir` (which holds run.json); returns the status, ended well or not.
 
         KeyboardInterrupt passes through once everything is taken down. A UserError about the machine (no tc, no
@@ -144,7 +146,9 @@ class Session:
         """Measurements of every link, taken once a network in this session."""
         key = spec.network_id
         if key not in self._calibrations:
-            self._calibrations[key] = [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
+            self._calibrations[key] = (
+                [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
+            )
         return self._calibrations[key]
 
 
@@ -171,7 +175,7 @@ class Run:
         with self._phase("lab_s"):
             lab_context = self.session.launcher.lab(topology)
         with lab_context as lab:
-            self.manifest["network"] = lab.info | {"topology": topology.to_json()}
+            self.manifest["network"] = lab.info | {"topology": topology_to_json(topology)}
             with self._phase("calibrate_s"):
                 if self.spec.pipeline.stages > 1:
                     self.calibration = self.session.calibration(self.spec, lab)
@@ -203,7 +207,11 @@ class Run:
     def _launch(self, lab: Any, limit_s: float) -> None:
         rendezvous = self.run_dir / "rendezvous"
         rendezvous.unlink(missing_ok=True)
-        args = {"run_dir": str(self.run_dir.resolve()), "rendezvous": str(rendezvous.resolve()), "limit_s": limit_s}
+        args = {
+            "run_dir": str(self.run_dir.resolve()),
+            "rendezvous": str(rendezvous.resolve()),
+            "limit_s": limit_s,
+        }
         for rank in range(self.spec.pipeline.stages):
             log = self.run_dir / f"rank{rank}.log"
             self.session.launcher.start_rank(lab, rank, self.spec.pipeline.stages, args, log)
@@ -231,6 +239,8 @@ class Run:
                 continue
             rank = int(event.name.removeprefix("rank"))
             if event.kind == "exit":
+                if kind == "closed" and rank in got and event.status == 0:
+                    continue  # done and gone, while a slower rank still writes
                 raise RunError(self._ended(kind, rank, event.status))
             last[rank] = time.monotonic()
             message = event.data
@@ -247,7 +257,9 @@ class Run:
 
     def _stalled(self, kind: str, rank: int, silence_s: float) -> str:
         at = ", ".join(f"rank {r} at step {s}" for r, s in self.steps.items())
-        return f"rank {rank} gave no sign of life for {silence_s:.0f} s while it was waited for ({kind}); {at}"
+        return (
+            f"rank {rank} gave no sign of life for {silence_s:.0f} s while it was waited for ({kind}); {at}"
+        )
 
     def _ended(self, kind: str, rank: int, status: int) -> str:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -83,7 +83,9 @@ class CompressionSpec(Part):
         rules = (Rule(use=value),) if isinstance(value, str) else value
         if self.warmup_epochs == 0:
             return rules
-        late = tuple(r.model_copy(update={"from_epoch": max(r.from_epoch, self.warmup_epochs)}) for r in rules)
+        late = tuple(
+            r.model_copy(update={"from_epoch": max(r.from_epoch, self.warmup_epochs)}) for r in rules
+        )
         return (Rule(use="none"), *late)
 
     def compressor(self, direction: Literal["forward", "backward"], boundary: int, epoch: int) -> str:
@@ -208,7 +210,7 @@ class RunSpec(Part):
     @property
     def cell_id(self) -> str:
         """12 hex digits that name everything but the seed: the runs of a cell share it."""
-        return _digest(self.canonical(exclude=("seed",)), self.plugin_versions())
+        return _digest({"cell": self.canonical(exclude=("seed",))}, self.plugin_versions())
 
     @property
     def network_id(self) -> str:
@@ -222,6 +224,8 @@ def parse(data: Mapping[str, Any], *, where: str = "run") -> RunSpec:
         return RunSpec.model_validate(dict(data))
     except ValidationError as error:
         raise UserError(f"{where}: " + "; ".join(_explain(item) for item in error.errors())) from None
+    except UserError as error:  # of a compressor's text: pydantic passes on what is no ValueError
+        raise UserError(f"{where}: {error}") from None
 
 
 def _explain(item: Any) -> str:

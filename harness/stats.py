@@ -1,7 +1,7 @@
 """Statistics over seeds: intervals, paired comparison, time to target. Pure; numpy only.
 
-The unit of replication is a run: values go in one a seed, never one a step. Every function says what it does with
-too few values, and none drops a value silently.
+The unit of replication is a run: values go in one a seed, never one a step. Every function says what it does
+with too few values, and none drops a value silently.
 
 >>> interval([2.0, 2.2, 2.4], level=0.95).mean
 2.2
@@ -33,7 +33,8 @@ class Interval(NamedTuple):
 def t_probability(t: float, dof: int) -> float:
     """P(|T| <= t) of Student's t with `dof` degrees of freedom, a whole number: exact, no approximation.
 
-    The finite sums in cos(theta), theta = atan(t / sqrt(dof)), of Abramowitz & Stegun 26.7.3 (odd) and 26.7.4 (even).
+    The finite sums in cos(theta), theta = atan(t / sqrt(dof)), of Abramowitz & Stegun 26.7.3 (odd dof) and
+    26.7.4 (even dof).
     """
     assert dof >= 1, dof
     assert t >= 0, t
@@ -48,7 +49,7 @@ def t_probability(t: float, dof: int) -> float:
 
 
 def t_quantile(level: float, dof: int) -> float:
-    """The t with P(|T| <= t) = level: the half-width of a two-sided interval in standard errors. By bisection."""
+    """The t with P(|T| <= t) = level, by bisection: half the width of an interval in standard errors."""
     assert 0 < level < 1, level
     low, high = 0.0, LARGEST_T
     for _ in range(HALVINGS):
@@ -73,7 +74,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def paired_ratio(a: Mapping[int, float], b: Mapping[int, float], level: float = 0.95) -> Interval:
-    """a / b, paired by seed: the geometric mean of the ratios with its interval, from the t interval of their logs.
+    """a / b, paired by seed: geometric mean of the ratios, its interval from that of their logs.
 
     a, b: positive values by seed. Seeds that only one of them has are left out, `n` says how many were used.
     Raises ValueError when they share no seed, or a value is not positive and finite.
@@ -107,7 +108,7 @@ def spread(values: Sequence[float]) -> float:
 def time_to_target(times: Sequence[float], losses: Sequence[float], target: float) -> float | None:
     """The first of `times` (seconds, increasing) at which the loss is at or below `target`.
 
-    None: not reached, i.e. censored at the last time. Not interpolated: what was not measured was not reached.
+    None: not reached, i.e. censored at the last time. Not interpolated: what was not measured is not reached.
     """
     assert len(times) == len(losses), (len(times), len(losses))
     for time, loss in zip(times, losses, strict=True):

@@ -63,8 +63,9 @@ def explain_disk_full(folder: Path) -> Iterator[None]:
         if error.errno not in NO_SPACE:
             raise
         raise DiskFullError(
-            f"the disk is full: cannot write below {folder} ({error.strerror}). Finished runs are kept, the one in "
-            "progress will be begun anew. Free some space, or give another folder with --results, and run again."
+            f"the disk is full: cannot write below {folder} ({error.strerror}). Finished runs are kept, "
+            "the one in progress will be begun anew. Free some space, or give another folder with --results, "
+            "and run again."
         ) from error
 
 
@@ -113,7 +114,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    """The spec in the run.json of a run's folder; UserError when it is missing, damaged or not one of ours."""
+    """The spec in the run.json of a run's folder; UserError when it is missing or damaged."""
     path = run_dir / "run.json"
     data = read_json(path)
     if not isinstance(data, dict) or not isinstance(data.get("spec"), dict):

@@ -35,8 +35,8 @@ def summarise(spec: RunSpec, steps: pd.DataFrame, spans: pd.DataFrame, evals: pd
     """The values of COLUMNS for one finished run; None where the run has nothing to compute them from.
 
     steps, spans, evals: rows of all ranks, columns as metrics.TABLES. Losses are None in a timing run: it
-    cycles a few batches, so its loss is not one of the training that the experiment is about. Raises UserError
-    where a frame was waited for that no rank has sent.
+    cycles a few batches, so its loss is not one of the training that the experiment is about. Raises
+    UserError where a frame was waited for that no rank has sent.
     """
     measured = steps[steps["measured"]]
     step_time = slowest_rank_median(measured)

@@ -21,7 +21,8 @@ from thinpipe.harness import lock, manifest
 from thinpipe.harness.errors import RunError, UserError
 from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.spec import RunSpec
-from thinpipe.harness.store import DiskFullError, Store, explain_disk_full
+from thinpipe.harness.store import Store, explain_disk_full
+from thinpipe.netem.errors import NetemError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -37,6 +38,7 @@ class Session(Protocol):
         it.
 
         progress(step, steps) may be called as it goes. On KeyboardInterrupt: tear down, then raise it on.
+        UserError: the machine, not the run, is at fault (no tc, no privilege); no other run could work.
         """
 
 
@@ -92,7 +94,7 @@ def execute(
 ) -> Result:
     """Execute what `plan` has to do. `session` is opened only when there is something.
 
-    Raises UserError when nothing could be started, DiskFullError when results can no longer be written.
+    Raises UserError when nothing can be started or results can no longer be written; what is finished stays.
     """
     if not plan.todo(retry_failed=retry_failed, force=force):
         return Result(plan)
@@ -106,7 +108,13 @@ def execute(
                 if not _changed(entry, plan)
             ]
             if entries:
-                _execute(entries, store, session, fail_fast, progress, result)
+                with session() as runner:
+                    runner.check([entry.spec for entry in entries])
+                    progress.start(entries)
+                    try:
+                        _execute(entries, store, runner, progress, result, fail_fast=fail_fast)
+                    finally:
+                        progress.stop()
     except KeyboardInterrupt:
         result.interrupted = True
     result.plan = plan.refreshed(store)
@@ -122,28 +130,24 @@ def _changed(entry: Entry, plan: Plan) -> bool:
 def _execute(
     entries: list[Entry],
     store: Store,
-    session: Callable[[], AbstractContextManager[Session]],
-    fail_fast: bool,
+    runner: Session,
     progress: Progress,
     result: Result,
+    *,
+    fail_fast: bool,
 ) -> None:
-    with session() as runner:
-        runner.check([entry.spec for entry in entries])
-        progress.start(entries)
-        try:
-            for entry in entries:
-                status = _run(entry, store, runner, progress)
-                result.executed.append((entry, status))
-                progress.end(entry, status)
-                if fail_fast and status["state"] == "failed":
-                    result.stopped = True
-                    return
-        finally:
-            progress.stop()
+    for entry in entries:
+        status = _run(entry, store, runner, progress)
+        result.executed.append((entry, status))
+        progress.end(entry, status)
+        if fail_fast and status["state"] == "failed":
+            result.stopped = True
+            return
 
 
 def _run(entry: Entry, store: Store, runner: Session, progress: Progress) -> dict[str, Any]:
-    """One run from begin to finish. Only a full disk and an interrupt get out of here."""
+    """One run from begin to finish. UserError (machine or disk) and an interrupt get out, the run left
+    open."""
     if entry.note:
         progress.say(f"{entry.name}: {entry.note}")
     folder = store.begin(entry.spec)
@@ -152,7 +156,7 @@ def _run(entry: Entry, store: Store, runner: Session, progress: Progress) -> dic
     try:
         with explain_disk_full(folder):
             status = runner.run(entry.spec, folder, progress.step)
-    except DiskFullError:
+    except UserError:
         raise
     except Exception as error:
         status = failed_status(error, started, time.monotonic() - clock)
@@ -165,7 +169,7 @@ def _run(entry: Entry, store: Store, runner: Session, progress: Progress) -> dic
 
 def failed_status(error: Exception, started_at: str, wall_s: float) -> dict[str, Any]:
     """The status of a run that ended in `error`, when the session could not make one itself."""
-    expected = isinstance(error, (RunError, UserError))
+    expected = isinstance(error, (RunError, NetemError))
     text = str(error) if expected else f"{type(error).__name__}: {error}"
     return {
         "state": error.state if isinstance(error, RunError) else "failed",

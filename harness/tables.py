@@ -12,6 +12,8 @@ left out silently: a shard that a finished run should have and has not is an err
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -59,7 +61,7 @@ def write_shard(table: str, rows: list[dict[str, Any]], path: Path) -> None:
     refuses; `path` is then as it was.
     """
     content = to_arrow(table, rows)
-    _replace(path, lambda part: pq.write_table(content, part))
+    _replace(path, functools.partial(pq.write_table, content))
 
 
 def to_arrow(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
@@ -83,12 +85,12 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
     """Build and write the tables of one experiment; return them by name: runs, steps, transfers, evals.
 
     A run without status.json is unfinished and leaves no row. A failed or diverged run has a row with nulls
-    for what could not be computed, and the rows its ranks had written. Raises UserError naming run and file
-    where a shard of a finished run is missing, unreadable or another run's.
+    for what could not be computed, and the rows its ranks had written by then. Raises UserError naming run
+    and file where a shard of a finished run is missing, unreadable or another run's.
     """
     listed = store.saved_runs(experiment_name)
     if not listed:
-        raise UserError(f"there is no run of an experiment {experiment_name!r} here: `thinpipe run` it first.")
+        raise UserError(f"there is no run of an experiment {experiment_name!r}: `thinpipe run` it first.")
     rows: list[dict[str, Any]] = []
     read: dict[str, dict[str, pa.Table]] = {}
     for entry in listed:
@@ -109,7 +111,10 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
 
 
 def read_run(folder: Path, run_id: str, ranks: int, state: str) -> dict[str, pa.Table]:
-    """All shards of one run, ranks concatenated in order. Only a run that did not finish may lack some."""
+    """All rows of one run, ranks in order: from shards, or from JSON lines where it did not finish.
+
+    A rank writes its shards at its end, so one that diverged or died has only the lines it wrote on the way.
+    """
     tables = {}
     for table in SHARDS:
         parts = [schema(table).empty_table()]
@@ -117,8 +122,26 @@ def read_run(folder: Path, run_id: str, ranks: int, state: str) -> dict[str, pa.
             path = folder / f"{table}.rank{rank}.parquet"
             if path.exists() or state == "done":
                 parts.append(read_shard(table, path, run_id))
+            else:
+                parts.append(to_arrow(table, read_lines(table, folder / f"rank{rank}.jsonl")))
         tables[table] = pa.concat_tables(parts)
     return tables
+
+
+def read_lines(table: str, path: Path) -> list[dict[str, Any]]:
+    """The rows of `table` among a rank's JSON lines; none without the file. A cut last line is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    # What follows the last line break was being written when the rank died.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}, is damaged: {error}. Delete {path.parent}.") from None
+        if row.pop("table") == table:
+            rows.append(row)
+    return rows
 
 
 def read_shard(table: str, path: Path, run_id: str) -> pa.Table:
@@ -234,8 +257,8 @@ def _write(folder: Path, tables: Mapping[str, pa.Table]) -> dict[str, pd.DataFra
     frames = {}
     for table, content in tables.items():
         frame = frames[table] = to_frame(table, content)
-        _replace(folder / f"{table}.parquet", lambda part, content=content: pq.write_table(content, part))
-        _replace(folder / f"{table}.csv", lambda part, frame=frame: frame.to_csv(part, index=False))
+        _replace(folder / f"{table}.parquet", functools.partial(pq.write_table, content))
+        _replace(folder / f"{table}.csv", functools.partial(frame.to_csv, index=False))
     return frames
 
 

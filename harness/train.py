@@ -169,7 +169,7 @@ class Trainer:
         self.training_time_s += elapsed
         loss = None
         if self.stage.is_last:
-            loss = float(torch.stack(losses).sum()) / len(losses)
+            loss = float(torch.stack(losses).detach().sum()) / len(losses)
             if not math.isfinite(loss):
                 raise DivergedError(f"the training loss became {loss} at step {step} (epoch {epoch})")
         self.recorder.row(

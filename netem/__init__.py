@@ -1,1 +1,1 @@
-"""The network: hosts as namespaces of this machine, links shaped by tc. Imports nothing of thinpipe's other packages."""
+"""The network: hosts as namespaces of this machine, links shaped by tc. Imports nothing else of thinpipe."""

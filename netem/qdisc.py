@@ -1,14 +1,15 @@
 """LinkSpec -> text for `tc -batch`, and back from what tc prints. Pure.
 
     root htb 1:                       where no link of the host is limited: root pfifo 1:, for its counters
-      |- 1:10 rate, ceil, burst ...   one class per destination (0x10 + number of the host), its leaf 10: bfifo
+      |- 1:10 rate, ceil, burst ...   one class per destination (0x10 + its number), leaf 10: bfifo
       |- 1:11 ...                     a destination without a limit: RATE_UNLIMITED_BIT, leaf pfifo
       `- 1:fff                        everything no filter matches, not limited
 
-Classes hang under the root, not under a common parent: HTB lets children with a `rate` above their parent's send
-anyway, so a parent would only look like a cap. Why two buckets: `burst` (4 ms of line rate) makes up for late timers
-in the long run, `cburst` (50 us) with ceil = 1.02 rate keeps a message after an idle gap from passing for free.
-Numbers are integers in `bit` and `b`: tc's larger units are ambiguous. Source: tc-htb(8), tc-u32(8), tc-bfifo(8).
+Classes hang under the root, not under a common parent: HTB lets children with a `rate` above their parent's
+send anyway, so a parent would only look like a cap. Why two buckets: `burst` (4 ms of line rate) makes up for
+late timers in the long run, `cburst` (50 us) with ceil = 1.02 rate keeps a message after an idle gap from
+passing for free. Numbers are integers in `bit` and `b`: tc's larger units are ambiguous. Source: tc-htb(8),
+tc-u32(8), tc-bfifo(8).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class Effective:
-    """What tc says is in force on one interface: qdiscs and filters from JSON, classes from text (`parse_*`)."""
+    """What tc says is in force on one interface: qdiscs and filters from JSON, classes from text
+    (`parse_*`)."""
 
     qdiscs: list[dict[str, Any]]
     classes: dict[int, dict[str, Any]]
@@ -125,9 +127,11 @@ def tc_commands(
     lines = [f"qdisc add dev {interface} root handle 1: htb default {CLASS_DEFAULT:x}"]
     for c in classes:
         lines += [
-            f"class add dev {interface} parent 1: classid 1:{c.minor:x} htb rate {c.rate_bit}bit ceil {c.ceil_bit}bit "
+            f"class add dev {interface} parent 1: classid 1:{c.minor:x} htb "
+            f"rate {c.rate_bit}bit ceil {c.ceil_bit}bit "
             f"burst {c.burst_bytes}b cburst {c.cburst_bytes}b quantum {c.quantum_bytes}",
-            f"qdisc add dev {interface} parent 1:{c.minor:x} handle {c.minor:x}: {c.leaf_kind} limit {c.leaf_limit}",
+            f"qdisc add dev {interface} parent 1:{c.minor:x} handle {c.minor:x}: "
+            f"{c.leaf_kind} limit {c.leaf_limit}",
         ]
         if c.destination is not None:
             address = addresses[c.destination] if addresses else topology.address(c.destination)
@@ -148,7 +152,8 @@ def parse_rate(text: str) -> tuple[int, int]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Smallest and largest size, bytes, that tc prints as `text` ('49Kb': it rounds near multiples of 1024)."""
+    """Smallest and largest size, bytes, that tc prints as `text` ('49Kb': it rounds near multiples of
+    1024)."""
     match = re.fullmatch(r"(\d+)([KM]?)b", text)
     if match is None:
         raise NetemError(f"tc printed the size {text!r}, which is not understood; report its version (tc -V)")
@@ -157,7 +162,8 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_classes(text: str) -> dict[int, dict[str, Any]]:
-    """minor -> rate, ceil, burst, cburst, quantum as printed, and overlimits (with -s), of `tc -d -s class show`.
+    """minor -> rate, ceil, burst, cburst, quantum as printed, and overlimits (with -s), of `tc -d -s class
+    show`.
 
     Text, because some releases of iproute2 print HTB's classes as text even when asked for JSON.
     """
@@ -179,7 +185,8 @@ def parse_classes(text: str) -> dict[int, dict[str, Any]]:
 
 
 def parse_filters(items: list[dict[str, Any]]) -> dict[str, int]:
-    """Destination address -> minor of its class, from `tc -j filter show`. Filters of other shapes are left out."""
+    """Destination address -> minor of its class, from `tc -j filter show`. Filters of other shapes are left
+    out."""
     found = {}
     for item in items:
         options = item.get("options", {})
@@ -249,8 +256,8 @@ def parse_counters(
 ) -> list[dict[str, Any]]:
     """Leaf counters of one host: destination, bytes, packets, drops, overlimits, backlog (bytes queued now).
 
-    From `tc -s -j qdisc show`. overlimits are those of the class (how often its rate held a packet back): a leaf
-    has none of its own. Where nothing is limited there is one entry, destination None.
+    From `tc -s -j qdisc show`. overlimits are those of the class (how often its rate held a packet back): a
+    leaf has none of its own. Where nothing is limited there is one entry, destination None.
     """
     if not requested.classes:
         root = next(q for q in qdiscs if q.get("root"))

@@ -1,7 +1,7 @@
 """Topology: hosts, the links between them, and the text for `ip -batch` that makes them.
 
-All hosts hang on one bridge, so every pair can talk. A link says what one ordered pair is like; a pair without one
-is not limited (a rendezvous may use it, and its counter shows what did).
+All hosts hang on one bridge, so every pair can talk. A link says what one ordered pair is like; a pair
+without one is not limited (a rendezvous may use it, and its counter shows what did).
 
 >>> Topology.chain(3, LinkSpec(rate_mbit=10.0)).address(2)
 '10.77.0.3'
@@ -26,7 +26,8 @@ HOSTS_MAX = 250
 
 @dataclass(frozen=True)
 class Topology:
-    """hosts: their names, index = number of the host. links: (source, destination) -> LinkSpec, by host number.
+    """hosts: their names, index = number of the host. links: (source, destination) -> LinkSpec, by host
+    number.
 
     Raises NetemError for unusable names, links to nowhere, or different MTUs (one bridge has one MTU).
     """
@@ -47,7 +48,7 @@ class Topology:
         for source, destination in self.links:
             if source == destination or not {source, destination} <= set(range(len(self.hosts))):
                 raise NetemError(
-                    f"link {source} -> {destination} must join two different hosts of 0..{len(self.hosts) - 1}"
+                    f"link {source} -> {destination}: must be two different hosts of 0..{len(self.hosts) - 1}"
                 )
         if len(mtus := {link.mtu for link in self.links.values()}) > 1:
             raise NetemError(f"all links of a lab share one bridge and so one MTU; got {sorted(mtus)}")
@@ -69,7 +70,8 @@ class Topology:
 
     @classmethod
     def matrix(cls, rates_mbit: Sequence[Sequence[float | None]], link: LinkSpec) -> Topology:
-        """rates_mbit[source][destination] in Mbit, None = not limited; the rest from `link`. The diagonal is ignored."""
+        """rates_mbit[source][destination] in Mbit, None = not limited; the rest from `link`. The diagonal is
+        ignored."""
         n = len(rates_mbit)
         if any(len(row) != n for row in rates_mbit):
             raise NetemError(
@@ -126,13 +128,15 @@ def _names(n: int) -> tuple[str, ...]:
 
 
 def ip_commands(topology: Topology) -> str:
-    """Text for `ip -batch`, run in the switch's namespace: hosts, bridge, and a veth pair from the one to the other."""
+    """Text for `ip -batch`, run in the switch's namespace: hosts, bridge, and a veth pair from the one to the
+    other."""
     mtu = topology.mtu
     lines = [f"netns add {name}" for name in topology.hosts]
     lines += [f"link add {BRIDGE} type bridge stp_state 0 mcast_snooping 0", f"link set dev {BRIDGE} up"]
     for i, name in enumerate(topology.hosts):
         lines += [
-            f"link add p{i} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} address {topology.mac(i)} netns {name}",
+            f"link add p{i} mtu {mtu} type veth "
+            f"peer name {INTERFACE} mtu {mtu} address {topology.mac(i)} netns {name}",
             f"link set dev p{i} master {BRIDGE} up",
         ]
     return "\n".join(lines) + "\n"
@@ -141,8 +145,8 @@ def ip_commands(topology: Topology) -> str:
 def host_commands(topology: Topology, host: int) -> str:
     """Text for `ip -batch`, run in one host's namespace.
 
-    Congestion control goes by route: a namespace cannot set the sysctl, an ordinary user neither. Neighbours are
-    static so that no message waits for an address to be resolved.
+    Congestion control goes by route: a namespace cannot set the sysctl, an ordinary user neither. Neighbours
+    are static so that no message waits for an address to be resolved.
     """
     own = topology.address(host)
     lines = ["link set dev lo up"]
@@ -152,14 +156,16 @@ def host_commands(topology: Topology, host: int) -> str:
     for peer in topology.peers(host):
         address, congestion = topology.address(peer), topology.link(host, peer).congestion
         lines += [
-            f"route replace {address}/32 dev {INTERFACE} proto static scope link src {own} congctl {congestion}",
+            f"route replace {address}/32 dev {INTERFACE} proto static scope link src {own} "
+            f"congctl {congestion}",
             f"neigh replace {address} lladdr {topology.mac(peer)} dev {INTERFACE} nud permanent",
         ]
     return "\n".join(lines) + "\n"
 
 
 def parse_interface(links: list[dict[str, Any]], routes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `ip -j -d link show dev eth0` and `ip -j route show` say about a host: mtu, gso_max_size, state, routes."""
+    """What `ip -j -d link show dev eth0` and `ip -j route show` say about a host: mtu, gso_max_size, state,
+    routes."""
     congestion = {
         route["dst"]: next((m["congestion"] for m in route.get("metrics", []) if "congestion" in m), None)
         for route in routes
@@ -174,7 +180,8 @@ def parse_interface(links: list[dict[str, Any]], routes: list[dict[str, Any]]) -
 
 
 def compare_interface(topology: Topology, host: int, effective: dict[str, Any]) -> list[str]:
-    """Mismatches between what a host's interface should be and `parse_interface` of what it is; empty = as asked."""
+    """Mismatches between what a host's interface should be and `parse_interface` of what it is; empty = as
+    asked."""
     name, wrong = topology.hosts[host], []
     wanted = {"mtu": topology.mtu, "up": True, "gso_max_size": topology.gso_max_size(host)}
     for key, value in wanted.items():

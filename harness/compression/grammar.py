@@ -182,9 +182,13 @@ def _compressor(text: str, node: Node, kinds: tuple[str, ...]) -> _Compressor:
         raise _error(text, items[0].position, _surplus(plugin, items[0]))
     if left:
         key, value = next(iter(left.items()))
-        known = [name for name, entry in plugin.parameters.items() if entry.get("place", "option") == "option"]
+        known = [
+            name for name, entry in plugin.parameters.items() if entry.get("place", "option") == "option"
+        ]
         raise _error(text, value.position, f"{plugin.name} has no option {key!r}.{near_miss(key, known)}")
-    if node.argument is not None and not any(e.get("place") == "argument" for e in plugin.parameters.values()):
+    if node.argument is not None and not any(
+        e.get("place") == "argument" for e in plugin.parameters.values()
+    ):
         raise _error(text, node.position, f"{plugin.name} takes no argument, but was given {node.argument!r}")
     _together(text, node, plugin, values)
     return _Compressor(plugin, MappingProxyType(values))
@@ -201,7 +205,9 @@ def _lookup(text: str, node: Node, kinds: tuple[str, ...]) -> plugins.Plugin:
         raise _error(text, node.position, f"unknown {what} {node.name!r}.{near_miss(node.name, valid)}")
     if holders[0] not in kinds:
         raise _error(
-            text, node.position, f"{node.name!r} is a memory, and a codec is needed here: {', '.join(sorted(valid))}"
+            text,
+            node.position,
+            f"{node.name!r} is a memory, and a codec is needed here: {', '.join(sorted(valid))}",
         )
     return both[holders[0]][node.name]
 
@@ -217,7 +223,9 @@ def _argument(text: str, node: Node, name: str, entry: Mapping[str, Any]) -> Any
 def _item(text: str, node: Node, entry: Mapping[str, Any], items: list[Node]) -> _Compressor:
     if not items:
         raise _error(
-            text, node.position, f"{node.name!r} is a memory and needs a codec inside, e.g. {node.name}(fixpoint:4)"
+            text,
+            node.position,
+            f"{node.name!r} is a memory and needs a codec inside, e.g. {node.name}(fixpoint:4)",
         )
     return _compressor(text, items.pop(0), ("codecs",))
 
@@ -259,7 +267,9 @@ def _scalar(text: str, position: int, what: str, entry: Mapping[str, Any], word:
         article = "a whole number" if kind is int else "a number"
         raise _error(text, position, f"{what} must be {article}{_range(entry)}, not {word!r}") from None
     low, high, above = entry.get("min"), entry.get("max"), entry.get("above")
-    inside = (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
+    inside = (
+        (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
+    )
     if not inside or value != value or value in (float("inf"), float("-inf")):
         raise _error(text, position, f"{what} is {word}, out of range{_range(entry)}")
     return value
@@ -279,7 +289,9 @@ def _together(text: str, node: Node, plugin: plugins.Plugin, values: Mapping[str
         for pinned in entry.get("pins", {}).get(choice, ()):
             if pinned in node.options:
                 raise _error(
-                    text, node.options[pinned].position, f"{name}={choice} settles {pinned} itself; leave one of them out"
+                    text,
+                    node.options[pinned].position,
+                    f"{name}={choice} settles {pinned} itself; leave one of them out",
                 )
         for other, least in entry.get("needs", {}).get(choice, {}).items():
             if values[other] < least:
@@ -343,7 +355,9 @@ def _class_of(module: ModuleType, kind: str) -> Any:
         if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise UserError(f"{module.__name__} must define exactly one subclass of {base.__name__}, it has {len(found)}.")
+        raise UserError(
+            f"{module.__name__} must define exactly one subclass of {base.__name__}, it has {len(found)}."
+        )
     return found[0]
 
 

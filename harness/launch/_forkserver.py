@@ -48,9 +48,10 @@ def _answer(sock: socket.socket, request: dict[str, Any]) -> None:
 
             check.check(spec.parse(request["check"]))
         else:
-            from thinpipe.netem import lab, topology
+            from thinpipe.harness.launch.base import topology_from_json
+            from thinpipe.netem import lab
 
-            reply["pid"], control = lab.start(topology.Topology.from_json(request["lab"]))
+            reply["pid"], control = lab.start(topology_from_json(request["lab"]))
             handed.append(control)
     except UserError as error:
         reply["error"] = str(error)
@@ -73,7 +74,9 @@ def _reap() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it then closes the socket
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the client's to handle; it then closes the socket
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         serve(sock)
 

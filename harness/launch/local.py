@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.harness.errors import RunError, UserError
+from thinpipe.harness.launch.base import topology_to_json
 from thinpipe.harness.spec import RunSpec
 from thinpipe.netem.lab import Lab
 from thinpipe.netem.topology import Topology
@@ -56,9 +57,9 @@ class LocalLauncher:
 
     def lab(self, topology: Topology) -> contextlib.AbstractContextManager[Lab]:
         """The hosts of one run, up and shaped."""
-        reply, fds = self._ask({"lab": topology.to_json()})
+        reply, fds = self._ask({"lab": topology_to_json(topology)})
         (fd,) = fds
-        return Lab.attach(reply["pid"], socket.socket(fileno=fd), topology)
+        return contextlib.closing(Lab.attach(reply["pid"], socket.socket(fileno=fd), topology))
 
     def start_rank(self, lab: Lab, rank: int, world_size: int, args: dict[str, Any], log: Path) -> None:
         """Start `rank` on host `rank`."""
@@ -105,9 +106,10 @@ def exec_worker(control: Any, **args: Any) -> None:
 
 def _exec_main() -> None:
     from thinpipe.harness import worker
-    from thinpipe.netem.lab import Control
+    from thinpipe.netem.child import Control
+    from thinpipe.netem.wire import Connection
 
-    control = Control(socket.socket(fileno=int(sys.argv[1])))
+    control = Control(Connection(socket.socket(fileno=int(sys.argv[1]))))
     worker.main(control, **json.loads(sys.argv[2]))
 
 

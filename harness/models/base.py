@@ -2,11 +2,11 @@
 
 A model plug-in says in its literal `PARAMETERS`, so that planning costs no import:
 
-    presets       name -> {layers, width, heads, positions} defaults      size -> polynomial, for a size that
-    neither preset nor checkpoint gives counts        {block, embedding, head} -> polynomial: parameters of
-    one block, of the embeddings, of what follows the last block checkpoint    {model_type, layers, width,
-    ...} -> the key of a Hugging Face config.json that holds it (polynomial: {"width*width": 4, "width": 9} is
-    4 width^2 + 9 width)
+    presets       name -> {layers, width, heads, positions}
+    defaults      size -> polynomial, for a size that neither preset nor checkpoint gives
+    counts        {block, embedding, head} -> polynomial: parameters of one block, before them, after all
+    checkpoint    {model_type, layers, width, ...} -> the key of a Hugging Face config.json that holds it
+    (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width)
 
 and defines, in the module that a rank imports:
 
@@ -49,8 +49,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StagePart:
-    """What stage `index` of `num_stages` holds: `blocks`, and what comes before (first) or after (last)
-    them."""
+    """What stage `index` of `num_stages` holds: `blocks`, with what comes before (first), after (last)."""
 
     index: int
     num_stages: int
@@ -60,8 +59,7 @@ class StagePart:
 
 
 def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
-    """The shape of the model a run asks for, from a preset with its overrides or from a checkpoint's
-    config.json.
+    """The shape of the model a run asks for: a preset with its overrides, or a checkpoint's config.json.
 
     Raises UserError for an unknown preset, sizes that do not fit together or with the task, and a checkpoint
     that is missing, incomplete, of another family, or at odds with an override.
@@ -146,8 +144,8 @@ def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int
     family = config.get("model_type")
     if family != keys["model_type"]:
         raise UserError(
-            f"model.checkpoint {directory} is of family {family!r} (model_type), but model.name {spec.name!r} "
-            f"needs {keys['model_type']!r}. Choose the model of that family or another checkpoint."
+            f"model.checkpoint {directory} is of family {family!r} (model_type), but model.name "
+            f"{spec.name!r} needs {keys['model_type']!r}. Choose that family's model, or another checkpoint."
         )
     checkpoint_files(directory)
     if spec.preset != ModelSpec().preset:
@@ -168,8 +166,8 @@ def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int
     for name in OVERRIDES:
         if getattr(spec, name) not in (None, sizes[name]):
             raise UserError(
-                f"model.{name} {getattr(spec, name)} contradicts model.checkpoint {directory}, whose {keys[name]} is "
-                f"{sizes[name]}: a checkpoint fixes its own sizes, leave model.{name} out."
+                f"model.{name} {getattr(spec, name)} contradicts model.checkpoint {directory}, whose "
+                f"{keys[name]} is {sizes[name]}: a checkpoint fixes its own sizes, leave model.{name} out."
             )
     return sizes
 
@@ -178,17 +176,18 @@ def _check(sizes: Mapping[str, int], task: TaskSpec) -> None:
     width, heads = sizes["width"], sizes["heads"]
     if width % heads:
         raise UserError(
-            f"model.width {width} cannot be divided among model.heads {heads}; choose a width that is a multiple of it."
+            f"model.width {width} cannot be divided among model.heads {heads}; "
+            f"choose a width that is a multiple of {heads}."
         )
     if task.sequence_length > sizes["positions"]:
         raise UserError(
-            f"task.sequence_length {task.sequence_length} is longer than the model's {sizes['positions']} positions; "
-            "shorten it or choose a model with more."
+            f"task.sequence_length {task.sequence_length} is longer than the model's {sizes['positions']} "
+            "positions; shorten it or choose a model with more."
         )
     if task.vocab_size > sizes["vocab_size"]:
         raise UserError(
-            f"task.vocab_size {task.vocab_size} is more than the checkpoint's {sizes['vocab_size']} token ids; "
-            "lower it, or use a checkpoint that was trained with this vocabulary."
+            f"task.vocab_size {task.vocab_size} is more than the checkpoint's {sizes['vocab_size']} token "
+            "ids; lower it, or use a checkpoint that was trained with this vocabulary."
         )
 
 

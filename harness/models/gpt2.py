@@ -102,8 +102,7 @@ def build(spec: ModelSpec, shape: ModelShape, part: StagePart, *, seed: int) -> 
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Next-token cross-entropy in nats, a scalar. logits (mb, S, V) float; targets (mb, S) int64, already
-    shifted.
+    """Next-token cross-entropy in nats, a scalar. logits (mb, S, V) float; targets (mb, S) int64, shifted.
 
     Without weights: the mean over the micro-batch's tokens (training). With weights (mb,) float: the weighted
     *sum* over sequences of a sequence's mean; divided by the sum of all weights it is the mean of an
@@ -173,8 +172,7 @@ def _load(stage: nn.Module, directory: Path, *, tied: bool) -> None:
 
 
 def _source(name: str, stored: set[str], *, tied: bool) -> str | None:
-    """The name under which a file stores parameter `name` (GPT2Model has no `transformer.` prefix, others
-    have)."""
+    """What a file calls parameter `name`: a bare GPT2Model has no `transformer.` prefix, others have."""
     names = [name, f"transformer.{name}"]
     if name == "lm_head.weight" and tied:
         names = ["wte.weight", "transformer.wte.weight"]

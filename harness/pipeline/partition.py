@@ -19,8 +19,8 @@ def split(shape: ModelShape, stages: int) -> tuple[StagePart, ...]:
     with the last. Raises UserError where there are fewer blocks than stages."""
     if stages > shape.layers:
         raise UserError(
-            f"pipeline.stages {stages} is more than the model's {shape.layers} blocks, and every stage needs one; "
-            f"use at most {shape.layers} stages or a model with more layers."
+            f"pipeline.stages {stages} is more than the model's {shape.layers} blocks, and every stage needs "
+            f"one; use at most {shape.layers} stages or a model with more layers."
         )
     costs = [float(count) for count in shape.parameters_per_block]
     costs[0] += shape.parameters_embedding
@@ -42,7 +42,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     assert all(cost >= 0 and math.isfinite(cost) for cost in costs), costs
     ends = list(itertools.accumulate(costs, initial=0.0))
 
-    limit = _solve(ends, stages, math.inf, lambda rest, cost: max(rest, cost))[0]
+    limit = _solve(ends, stages, math.inf, max)[0]
     _, cuts = _solve(ends, stages, limit, lambda rest, cost: rest + cost * cost)
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 

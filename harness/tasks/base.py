@@ -4,6 +4,7 @@ A task plug-in defines
 
     prepare(spec, cache_dir) -> Dataset                   the same on every rank, in every process
     batch(samples, ids, weights=None) -> Batch            rows of `train` or `held_out` as a model takes them
+    epoch_batches, evaluation_batches                     the ones below, unless it has an order of its own
 
 Ranks agree on every batch without a message: ids follow from seed and epoch alone.
 """
@@ -40,14 +41,13 @@ class Batch:
 
 
 def epoch_batches(num_samples: int, batch_size: int, *, seed: int, epoch: int) -> list[tuple[int, ...]]:
-    """The batches of one epoch: a permutation keyed by (seed, epoch), cut up, an incomplete last batch left
-    out.
+    """The batches of one epoch: a permutation keyed by (seed, epoch), cut up, without an incomplete last one.
 
     Philox's raw words are fixed by its definition (Salmon et al. 2011), where numpy's `permutation` may
     change between releases; sorting them gives the permutation.
 
     >>> epoch_batches(5, 2, seed=0, epoch=0)
-    [(4, 0), (1, 2)]
+    [(0, 2), (1, 4)]
     """
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_samples)
     order = np.argsort(words, kind="stable").tolist()
@@ -55,8 +55,7 @@ def epoch_batches(num_samples: int, batch_size: int, *, seed: int, epoch: int) -
 
 
 def evaluation_batches(num_samples: int, batch_size: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """All samples in order, as (ids, weights): the last batch is filled up by its last sample again, at
-    weight 0.
+    """All samples in order, as (ids, weights): the last batch is filled up with its last sample, weight 0.
 
     >>> evaluation_batches(3, 2)
     [((0, 1), (1.0, 1.0)), ((2, 2), (1.0, 0.0))]

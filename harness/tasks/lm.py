@@ -1,7 +1,6 @@
 """Language modelling on fixed-length blocks of one text, in the tokens of a BPE trained on it.
 
-    text -> tokens -> blocks of S + 1 tokens, in the text's order -> the last ones held out, training ones
-    from the rest
+    text -> tokens -> blocks of S + 1 tokens, in the text's order -> the last held out, the others trained on
 
 A block gives S inputs and, shifted by one, S targets. Blocks do not overlap, so no held-out token is trained
 on; a tail shorter than a block is dropped. Fewer training sequences than there are blocks are picked evenly
@@ -21,7 +20,9 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import TaskSpec
 from thinpipe.harness.tasks._bpe import tokenize
 from thinpipe.harness.tasks._corpus import read_corpus
-from thinpipe.harness.tasks.base import Batch, Dataset
+from thinpipe.harness.tasks.base import Batch, Dataset, epoch_batches, evaluation_batches
+
+__all__ = ["batch", "choose", "epoch_batches", "evaluation_batches", "prepare"]
 
 VERSION = 1
 SUMMARY = "next-token prediction on blocks of a text: pydoc, shakespeare, or the path of a UTF-8 file"
@@ -32,8 +33,7 @@ PARAMETERS = {"corpora": ["pydoc", "shakespeare"]}
 
 
 def prepare(spec: TaskSpec, cache_dir: Path) -> Dataset:
-    """Sequences as int64 rows of S + 1 tokens: train (num_sequences or all, S + 1), held_out
-    (num_eval_sequences, S + 1).
+    """Sequences of S + 1 tokens as int64 rows: train (num_sequences, or all), held_out (num_eval_sequences).
 
     The same in every process. Tokens and tokenizer are kept below `cache_dir`. Starts no thread that outlives
     it. Raises UserError for a corpus that is missing, no text, or too small.
@@ -67,8 +67,8 @@ def choose(num_blocks: int, spec: TaskSpec) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(
             f"task.corpus {spec.corpus!r} has {num_blocks} blocks of {spec.sequence_length} + 1 tokens at "
             f"task.vocab_size {spec.vocab_size}, but {max(wanted, 1)} to train on (task.num_sequences) and "
-            f"{spec.num_eval_sequences} held out (task.num_eval_sequences) are asked for. Lower one of them or "
-            "task.sequence_length, or take a larger text."
+            f"{spec.num_eval_sequences} held out (task.num_eval_sequences) are asked for. Lower one of them "
+            "or task.sequence_length, or take a larger text."
         )
     return np.arange(wanted) * available // wanted, np.arange(available, num_blocks)
 

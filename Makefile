@@ -1,0 +1,60 @@
+# Two commands: `make demo` sets everything up and runs the quickstart; `make test` runs the tests.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS = 1
+export MKL_NUM_THREADS = 1
+export NUMBA_NUM_THREADS = 1
+export HF_HUB_OFFLINE = 1
+export HF_DATASETS_OFFLINE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help setup demo test test-slow test-gpu lint format bench clean
+
+help:
+	@echo "make demo       set up, then run the quickstart and draw its figures (about 8 minutes)"
+	@echo "make test       set up, then run the tests"
+	@echo "make test-slow  the tests that take minutes each"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the benchmarks under bench/, JSON on stdout"
+	@echo "make clean      remove the environment and caches; results/ stays"
+
+setup: $(STAMP)
+
+# torch first, alone and pinned: an open range would fetch a build of several GB for graphics cards.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinpipe needs Python 3.11 or newer; set PYTHON=..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,data]'
+	@touch $@
+
+demo: setup
+	$(BIN)/thinpipe run quickstart --plot
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# mypy must see the checkout under the name it is imported by.
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p .lint && ln -sfn .. .lint/thinpipe
+	MYPYPATH=.lint $(BIN)/mypy --config-file pyproject.toml -p thinpipe.harness -p thinpipe.netem -p thinpipe.plots -m thinpipe.cli
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+
+bench: setup
+	@for name in codec pipeline_vs_stock run_overhead; do $(BIN)/python bench/$$name.py --json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .lint .pytest_cache .mypy_cache .ruff_cache .hypothesis

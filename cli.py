@@ -1,0 +1,242 @@
+"""thinpipe: one thin command a verb: parse, call, render. Nothing heavy is imported before a verb needs it.
+
+Exit codes: 0 all done, 1 some runs failed (doctor: a required check), 2 a mistake that the message explains,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Measure what compressing pipeline-parallel training buys on slow networks, and what it costs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+net = typer.Typer(help="The emulated network by itself.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(net, name="net")
+
+ExperimentArg = Annotated[
+    str, typer.Argument(metavar="EXPERIMENT", help="Name, path of a TOML file, or a stored run.json.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting or an axis; repeatable."),
+]
+ResultsOption = Annotated[Path, typer.Option("--results", metavar="DIR", help="The results folder.")]
+OnlyOption = Annotated[
+    str | None,
+    typer.Option("--only", metavar="EXPR", help="Choose runs, e.g. 'arm=FP32|AQ*,network.rate_mbit=10'."),
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Execute at most N runs now.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+RESULTS = Path("results")
+
+
+def command(group: typer.Typer, name: str) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Register a verb. It returns its exit code; errors meant for people become one message and exit code
+    2."""
+
+    def register(verb: Callable[..., int | None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            raise typer.Exit(_guarded(functools.partial(verb, *args, **kwargs)))
+
+        return group.command(name)(guarded)
+
+    return register
+
+
+def _guarded(verb: Callable[[], int | None]) -> int:
+    from thinpipe.harness.errors import UserError
+    from thinpipe.netem.errors import NetemError
+
+    try:
+        return verb() or 0
+    except (UserError, NetemError) as error:
+        print(f"thinpipe: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("thinpipe: interrupted", file=sys.stderr)
+        return 130
+
+
+@command(app, "doctor")
+def doctor(results: ResultsOption = RESULTS, as_json: JsonOption = False) -> int:
+    """Find out what this machine can do, and say what to do about the rest."""
+    from thinpipe.harness import doctor, render
+
+    found = doctor.checks(results)
+    _show(found, as_json, render.checks)
+    return 0 if all(check["ok"] for check in found if check["required"]) else 1
+
+
+@command(app, "list")
+def list_(
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Only this kind, e.g. codecs.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List experiments, compressors, models, tasks, figures and links."""
+    from thinpipe.harness import render, views
+
+    _show(views.listing(kind), as_json, render.listing)
+
+
+@command(app, "plan")
+def plan(
+    experiment: ExperimentArg,
+    *,
+    overrides: SetOption = None,
+    results: ResultsOption = RESULTS,
+    only: OnlyOption = None,
+    limit: LimitOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show an experiment's runs, their state and predicted time; execute nothing."""
+    from thinpipe.harness import render, verbs, views
+
+    made = verbs.planned(experiment, overrides, results, only=only, limit=limit)[2]
+    _show(views.plan(made), as_json, render.plan)
+
+
+@command(app, "run")
+def run(
+    experiment: ExperimentArg,
+    *,
+    overrides: SetOption = None,
+    results: ResultsOption = RESULTS,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also repeat failed runs.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Repeat every chosen run, also finished ones.")
+    ] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failed run.")] = False,
+    limit: LimitOption = None,
+    only: OnlyOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be executed.")] = False,
+    allow_unreached: Annotated[
+        bool,
+        typer.Option("--allow-unreached", help="Allow rates this machine does not carry; runs are flagged."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Execute what is not done yet, then write tables and figures. Ctrl-C is safe: run again to resume."""
+    from thinpipe.harness import render, verbs, views
+
+    loaded, store, made = verbs.planned(experiment, overrides, results, only=only, limit=limit)
+    if dry_run:
+        _show(views.plan(made, retry_failed=retry_failed, force=force), as_json, render.plan)
+        return 0
+    rows, figures, code = verbs.run(
+        loaded,
+        store,
+        made,
+        retry_failed=retry_failed,
+        force=force,
+        fail_fast=fail_fast,
+        allow_unreached=allow_unreached,
+    )
+    _show(rows, as_json, lambda data: render.cells(views.cells(data)))
+    for name in figures:
+        verbs.say(f"figure: {name}")
+    return code
+
+
+@command(app, "status")
+def status(
+    experiment: Annotated[str | None, typer.Argument(metavar="[EXPERIMENT]", help="Only this one.")] = None,
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how far each experiment is, also while a sweep runs."""
+    from thinpipe.harness import render, verbs
+
+    _show(verbs.status(experiment, results), as_json, render.status)
+
+
+@command(app, "show")
+def show(
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="A run's id or the beginning of it.")],
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one run: settings asked for and in force, how it ended, last log lines."""
+    from thinpipe.harness import render, views
+    from thinpipe.harness.store import Store
+
+    store = Store(results)
+    _show(views.run(store, views.find_run(store, run_id)), as_json, render.run)
+
+
+@command(app, "tables")
+def tables(experiment: ExperimentArg, results: ResultsOption = RESULTS, as_json: JsonOption = False) -> None:
+    """Write an experiment's tables from its finished runs."""
+    from thinpipe.harness import verbs
+
+    _show(verbs.tables(experiment, results), as_json, _files)
+
+
+@command(app, "plot")
+def plot(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="[FIGURE]... EXPERIMENT", help="Figures (default: all), then experiment."),
+    ],
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw an experiment's figures from its finished runs."""
+    from thinpipe.harness import verbs
+
+    *figures, experiment = names
+    _show(verbs.plot(experiment, results, figures), as_json, _files)
+
+
+@command(net, "script")
+def net_script(
+    addresses: Annotated[
+        list[str], typer.Argument(metavar="ADDRESS...", help="IPv4 address of each host, in order.")
+    ],
+    host: Annotated[
+        int, typer.Option("--host", metavar="I", help="Number of the host it is for, from 0.")
+    ] = 0,
+    interface: Annotated[
+        str, typer.Option("--interface", metavar="NAME", help="The host's interface.")
+    ] = "eth0",
+    rate_mbit: Annotated[
+        float | None, typer.Option("--rate-mbit", metavar="R", help="Rate of every link.")
+    ] = None,
+) -> None:
+    """Print what shapes one real host as a shell script: the same tc text that the lab runs."""
+    from thinpipe.harness import verbs
+
+    print(verbs.net_script(addresses, host, interface, rate_mbit), end="")
+
+
+def _show(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
+    if as_json:
+        print(json.dumps(data, indent=1, allow_nan=False))
+    else:
+        render(data)
+
+
+def _files(data: dict[str, Any]) -> None:
+    for name in data["files"]:
+        print(name)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""views.py's data as text for people, with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from thinpipe.harness.progress import duration
+
+STATE_STYLES = {
+    "done": "green",
+    "diverged": "magenta",
+    "failed": "red",
+    "stale": "yellow",
+    "foreign": "yellow",
+    "pending": "cyan",
+}
+WIDE = 200
+
+
+def console() -> Console:
+    """Standard output; where it is no terminal, wide enough that no column is cut."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDE)
+
+
+def plan(data: Mapping[str, Any]) -> None:
+    """The plan's runs in order and what it comes to."""
+    rows = [
+        [
+            run["run_id"],
+            run["part"],
+            " = ".join(use["arm"] for use in run["uses"] if use["part"] == run["part"]),
+            _rate(run["rate_mbit"]),
+            run["seed"],
+            _state(run["state"]),
+            duration(run["predicted_s"]) if run["todo"] else "",
+            run["note"],
+        ]
+        for run in data["runs"]
+    ]
+    _table(["run", "part", "arm", "Mbit/s", "seed", "state", "predicted", "note"], rows)
+    counts = ", ".join(f"{number} {state}" for state, number in data["counts"].items())
+    todo = f"{data['todo']} to do, {duration(data['todo_s'])}" if data["todo"] else "nothing to do"
+    _line(f"{data['experiment']}: {len(rows)} runs ({counts}); {todo}.")
+
+
+def cells(data: Sequence[Mapping[str, Any]]) -> None:
+    """The results table: one row a cell."""
+    rows = [
+        [
+            cell["part"],
+            cell["arm"],
+            _rate(cell["rate_mbit"]),
+            _number(cell["step_time_s"], 1e3, ".1f"),
+            _number(cell["samples_per_s"], 1, ".1f"),
+            _number(cell["compression_ratio"], 1, ".2f"),
+            _loss(cell, "final_train_loss"),
+            _loss(cell, "final_eval_loss"),
+            f"{cell['seeds']}/{cell['of']}",
+            ", ".join([*cell["states"], *cell["flags"]]),
+        ]
+        for cell in data
+    ]
+    headers = [
+        "part",
+        "arm",
+        "Mbit/s",
+        "step ms",
+        "samples/s",
+        "ratio",
+        "training loss",
+        "held-out loss",
+        "seeds",
+        "",
+    ]
+    _table(headers, rows)
+    _line("Over seeds: medians; losses as mean ± half their range. ratio = raw bytes / frame bytes.")
+
+
+def status(data: Sequence[Mapping[str, Any]]) -> None:
+    """How far each experiment is."""
+    if not data:
+        _line("no results yet")
+    for item in data:
+        counts = ", ".join(f"{number} {state}" for state, number in item["counts"].items())
+        _line(f"{item['experiment']}: {item['total']} runs: {counts}")
+        if item["running"]:
+            run = item["running"]
+            _line(f"  running: {_who(run)}, for {duration(run['elapsed_s'])} (process {run['pid']})")
+        for run in item["cut_short"]:
+            _line(f"  cut short, will be begun anew: {_who(run)}")
+        for run in item["failures"]:
+            _line(f"  {run['state']}: {_who(run)}: {run['error']}")
+        for note in item["notes"]:
+            _line(f"  {note}")
+
+
+def run(data: Mapping[str, Any]) -> None:
+    """One run: settings asked for beside those in force, how it ended, last lines of its logs."""
+    _line(f"run {data['run_id']} in {data['folder']}: {data['state']}")
+    for use in data["uses"]:
+        _line(f"  used by {use['experiment']} / {use['part']} / {use['arm']}")
+    found = data["status"] or {}
+    for name in ("error", "started_at", "ended_at", "wall_s", "machine", "fidelity", "totals", "links"):
+        if found.get(name) is not None:
+            _line(f"  {name}: {found[name]}")
+    if data["note"]:
+        _line(f"  {data['note']}")
+    _line("\nsettings (defaults left out)")
+    for key, value in flat(data["spec"]).items():
+        _line(f"  {key} = {value}")
+    _settings(data["requested"], data["effective"])
+    for name, lines in data["logs"].items():
+        _line(f"\nlast lines of {name}")
+        for line in lines:
+            _line(f"  {line}")
+    if found.get("detail"):
+        _line(f"\ndetail\n{found['detail']}")
+
+
+def _settings(requested: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
+    """Requested settings beside what was read back, a column a rank."""
+    if not requested and not effective:
+        return
+    asked = flat(requested)
+    got = {name: flat(values) for name, values in effective.items() if isinstance(values, Mapping)}
+    keys = list(dict.fromkeys([*asked, *(key for values in got.values() for key in values)]))
+    rows = [[key, asked.get(key), *(values.get(key) for values in got.values())] for key in keys]
+    _table(["setting", "requested", *(f"effective {name}" for name in got)], rows)
+
+
+def listing(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """What there is, by kind."""
+    for kind, items in data.items():
+        _line(kind)
+        for item in items:
+            about = item.get("summary") or ", ".join(
+                f"{key} {value}" for key, value in item.items() if key != "name" and value is not None
+            )
+            _line(f"  {item['name']:<24} {about}")
+
+
+def checks(data: Sequence[Mapping[str, Any]]) -> None:
+    """What doctor found, and what to do about it."""
+    for check in data:
+        mark = {True: "ok", False: "FAIL" if check["required"] else "warn"}[check["ok"]]
+        _line(f"{mark:<5} {check['name']:<22} {check['found']}")
+        if not check["ok"] and check["advice"]:
+            _line(f"{'':<6}{'':<22} -> {check['advice']}")
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flat({"a": {"b": 1}})
+    {'a.b': 1}
+    """
+    items: dict[str, Any] = {}
+    for key, value in data.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return items
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, header in enumerate(headers):
+        numeric = any(isinstance(row[index], (int, float)) for row in rows)
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(v if isinstance(v, Text) else escape("" if v is None else str(v)) for v in row))
+    console().print(table)
+
+
+def _line(text: str) -> None:
+    console().print(text, markup=False, soft_wrap=True)
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, ""))
+
+
+def _who(run: Mapping[str, Any]) -> str:
+    return f"{run['run_id']} ({run['part']} / {run['arm']} / seed {run['seed']})"
+
+
+def _rate(rate: float | None) -> str:
+    return "no limit" if rate is None else f"{rate:g}"
+
+
+def _number(value: float | None, scale: float, form: str) -> str:
+    return "" if value is None else format(value * scale, form)
+
+
+def _loss(cell: Mapping[str, Any], name: str) -> str:
+    mean, half = cell[name], cell[f"{name}_half_range"]
+    if mean is None:
+        return ""
+    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"

@@ -1,0 +1,168 @@
+"""What the command line's verbs do, without parsing or printing: each joins the parts it needs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thinpipe.harness import experiment as experiments
+from thinpipe.harness import lock, progress, sweep, views
+from thinpipe.harness import plan as plans
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.store import Store, explain_disk_full
+
+
+def planned(
+    source: str, overrides: Sequence[str] | None, results: Path, *, only: str | None, limit: int | None
+) -> tuple[experiments.Experiment, Store, plans.Plan]:
+    """An experiment, the store of its results, and its plan."""
+    loaded = experiments.load(source, overrides or ())
+    store = Store(results)
+    return loaded, store, plans.make(loaded, store, only=only, limit=limit)
+
+
+def run(
+    loaded: experiments.Experiment,
+    store: Store,
+    made: plans.Plan,
+    *,
+    retry_failed: bool,
+    force: bool,
+    fail_fast: bool,
+    allow_unreached: bool,
+) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Sweep, then tables and figures; returns (the plan's runs with their numbers, figures drawn, exit
+    code)."""
+    _warn_of_others(store, loaded.name, store.save_runs(loaded))
+    reporter = progress.make()
+    result = sweep.execute(
+        made,
+        store,
+        functools.partial(_session, allow_unreached=allow_unreached),
+        retry_failed=retry_failed,
+        force=force,
+        fail_fast=fail_fast,
+        progress=reporter,
+    )
+    for line in closing(result):
+        reporter.say(line)
+    code = result.exit_code
+    table: list[dict[str, Any]] = []
+    drawn: list[str] = []
+    if not result.interrupted:
+        try:
+            built = _build(store, loaded.name)
+            table = built["runs"].to_dict("records")
+            if result.executed or not (store.experiment_dir(loaded.name) / "figures").exists():
+                drawn = _draw(store, loaded.name, built)
+        except UserError as error:
+            # The runs are done all the same, and whoever asked must learn how they ended.
+            say(f"thinpipe: {error}")
+            code = sweep.EXIT_USER
+    return views.runs(result.plan, table), drawn, code
+
+
+def _warn_of_others(store: Store, name: str, others: int) -> None:
+    if others:
+        say(
+            f"{store.experiment_dir(name)} also lists {others} run(s) that this experiment does not declare: "
+            "of other settings, or of an earlier form of the file. Tables and figures show them too. Keep "
+            "variants apart with --set name=NAME, or delete its runs.json and run again: done runs are kept."
+        )
+
+
+def closing(result: sweep.Result) -> list[str]:
+    """What to say when a sweep has ended: failures again, what is left and how to go on."""
+    plan, counts = result.plan, result.plan.counts()
+    lines = [f"failed: {entry.name} ({entry.run_id}): {entry.note}" for entry in result.failed]
+    if lines:
+        lines.append(
+            f"{len(lines)} run(s) failed: `thinpipe show RUN_ID` says more, --retry-failed repeats them."
+        )
+    for state, why in (
+        ("stale", "a plug-in's source has changed since"),
+        ("foreign", "made on another machine"),
+    ):
+        if counts.get(state):
+            how = f"repeat them with --force --only state={state}"
+            lines.append(f"{counts[state]} run(s) are {state} ({why}): {how}.")
+    pending = counts.get("pending", 0)
+    if result.interrupted:
+        lines.append(f"interrupted; {pending} run(s) are left, run the same command again to go on.")
+    elif pending:
+        lines.append(f"{pending} run(s) are left; run again to go on.")
+    elif not result.executed:
+        lines.append(f"nothing to do: no run of {plan.experiment} is left ({len(plan.entries)} finished).")
+    return lines
+
+
+def status(source: str | None, results: Path) -> list[dict[str, Any]]:
+    """How far one experiment is, or all that have results."""
+    store = Store(results)
+    names = store.experiments() if source is None else [_name(source, store)]
+    holder = lock.holder()
+    return [views.status(store, name, holder) for name in names]
+
+
+def tables(source: str, results: Path) -> dict[str, Any]:
+    """Build the tables; returns {experiment, rows, files}."""
+    store = Store(results)
+    name = _name(source, store)
+    built = _build(store, name)
+    folder = store.experiment_dir(name) / "tables"
+    files = [str(folder / f"{table}.{kind}") for table in built for kind in ("parquet", "csv")]
+    return {"experiment": name, "rows": {table: len(frame) for table, frame in built.items()}, "files": files}
+
+
+def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Draw figures; returns {experiment, files}."""
+    store = Store(results)
+    name = _name(source, store)
+    return {"experiment": name, "files": _draw(store, name, _build(store, name), names)}
+
+
+def net_script(addresses: list[str], host: int, interface: str, rate_mbit: float | None) -> str:
+    """A shell script that shapes one host of a mesh of real ones."""
+    from thinpipe.netem import script
+    from thinpipe.netem.link import LinkSpec
+    from thinpipe.netem.topology import Topology
+
+    mesh = Topology.mesh(len(addresses), LinkSpec(rate_mbit=rate_mbit))
+    return script.render(mesh, host, interface=interface, addresses=addresses)
+
+
+def say(message: str) -> None:
+    """To people, not to programs that read our output."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _session(*, allow_unreached: bool) -> Any:
+    from thinpipe.harness.runner import Session
+
+    return Session(allow_unreached=allow_unreached)
+
+
+def _build(store: Store, name: str) -> dict[str, Any]:
+    from thinpipe.harness import tables
+
+    with explain_disk_full(store.experiment_dir(name)):
+        return tables.build(store, name)
+
+
+def _draw(store: Store, name: str, built: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
+    from thinpipe.harness import figures
+
+    folder = store.experiment_dir(name) / "figures"
+    with explain_disk_full(folder):
+        written, skipped = figures.draw(built, folder, names)
+    for figure, why in skipped.items():
+        say(f"no figure {figure}: {why}")
+    return [str(path) for path in written]
+
+
+def _name(source: str, store: Store) -> str:
+    """The name of an experiment given as `run` takes it, or of one that only has results."""
+    return source if source in store.experiments() else experiments.load(source).name

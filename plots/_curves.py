@@ -1,0 +1,109 @@
+"""Loss curves: from the steps and evals tables to points a seed and lines a method. Shared by figures.
+
+Training loss is a mean over the steps of an epoch, held-out loss one value an evaluation; they never share a
+panel. Time is training time: the sum of step_time_s on the rank that has the loss, evaluation left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+
+from thinpipe.plots import _select as select
+from thinpipe.plots import style
+
+KINDS = ("training", "held-out")
+YLABELS = {
+    "training": "training loss (nat, mean of an epoch)",
+    "held-out": "held-out loss (nat a token)",
+}
+Curves = Mapping[str, pd.DataFrame]
+
+
+def curves(tables: select.Tables, kind: str, runs: pd.DataFrame) -> Curves:
+    """run_id -> points (epoch, step, t_s, loss) of each run that has any; loss may become NaN at the end."""
+    found = {}
+    for run_id in runs["run_id"]:
+        points = (
+            _training(tables["steps"], run_id) if kind == "training" else _held_out(tables["evals"], run_id)
+        )
+        if not points.empty:
+            found[run_id] = points
+    return found
+
+
+def _training(steps: pd.DataFrame, run_id: str) -> pd.DataFrame:
+    rows = steps[(steps["run_id"] == run_id) & steps["train_loss"].notna()].sort_values("step")
+    rows = rows.assign(step=rows["step"] + 1, t_s=rows["step_time_s"].cumsum(), loss=rows["train_loss"])
+    ends = rows.groupby("epoch").agg(step=("step", "last"), t_s=("t_s", "last"), loss=("loss", "mean"))
+    return ends.reset_index()
+
+
+def _held_out(evals: pd.DataFrame, run_id: str) -> pd.DataFrame:
+    rows = evals[evals["run_id"] == run_id].sort_values("step").rename(columns={"eval_loss": "loss"})
+    return rows[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
+
+
+def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> list[int]:
+    """Draw every method of `runs` with loss against column `x` (step or t_s); return the numbers of seeds."""
+    arms = style.methods(runs["arm"])
+    # Times differ by method, steps do not: there the methods of an epoch stand side by side, close enough for
+    # their curves not to look shifted.
+    gap = 0.3 * min(curve["step"].min() for curve in found.values()) if x == "step" else 0.0
+    counts = []
+    for i, arm in enumerate(arms):
+        shift = style.dodge(i, len(arms), gap)
+        counts += _method(ax, arm, runs[runs["arm"] == arm.label], found, kind=kind, x=x, shift=shift)
+    ax.set_title(f"{kind.capitalize()} loss")
+    ax.set_ylabel(YLABELS[kind])
+    _limit(ax, runs, found)
+    return counts
+
+
+def _method(
+    ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, kind: str, x: str, shift: float
+) -> list[int]:
+    """Points of each seed, and the mean for as long as every seed goes on; return the numbers of seeds."""
+    whole = []
+    runs = runs[runs["run_id"].isin(found)]
+    flagged = select.flagged(runs)
+    for run, flag in zip(runs.itertuples(), flagged, strict=True):
+        curve = found[run.run_id].dropna(subset=["loss"])
+        xs = list(curve[x] + shift)
+        style.seeds(ax, arm, xs, list(curve["loss"]), [flag] * len(xs))
+        if run.state == "diverged" and xs:
+            ax.plot(xs[-1], curve["loss"].iloc[-1], "x", color=arm.colour, markersize=9, zorder=5)
+            # The epoch it broke off in is not a whole one; an evaluation always is.
+            curve = curve.iloc[:-1] if kind == "training" else curve
+        whole.append(curve)
+    if not whole:
+        return []
+    joined = pd.concat(whole).groupby("epoch").agg(n=("loss", "size"), x=(x, "mean"), loss=("loss", list))
+    joined = joined[(joined["n"] == len(whole)).cummin()]
+    bars = [select.bar(values) for values in joined["loss"]]
+    style.means(ax, arm, list(joined["x"] + shift), bars, [any(flagged)] * len(bars), size=4)
+    return [b.n for b in bars]
+
+
+def _limit(ax: Axes, runs: pd.DataFrame, found: Curves) -> None:
+    """Let the runs that ended well set the height: one that diverged would flatten the others into a line."""
+    done = [found[r] for r in runs.loc[runs["state"] != "diverged", "run_id"] if r in found]
+    losses = pd.concat(done)["loss"].dropna() if done else pd.Series(dtype=float)
+    if not losses.empty:
+        margin = 0.05 * max(losses.max() - losses.min(), 0.1)
+        ax.set_ylim(losses.min() - margin, losses.max() + margin)
+
+
+def legend(runs: pd.DataFrame) -> list[Artist]:
+    """The methods of `runs` and the marks used for them."""
+    diverged = bool((runs["state"] == "diverged").any())
+    marks = style.notes(flagged=any(select.flagged(runs)), diverged=diverged)
+    return [*map(style.handle, style.methods(runs["arm"])), *marks]
+
+
+def remark(runs: pd.DataFrame) -> str:
+    """What a caption adds where a seed diverged."""
+    return " A mean ends with the first of its seeds." if (runs["state"] == "diverged").any() else ""

@@ -1,0 +1,248 @@
+"""How every figure looks: one colour, marker and line a method, derived from its label and nothing else.
+
+A label begins with its family and then says its bits: `FP32`, `BF16`, `DirectQ 4 bits`, `AQ-SGD fw2 bw8`.
+Direct quantisation is orange and dashed, AQ-SGD blue and solid, fewer bits lighter, one marker a width; a
+variant of a width (backward bits other than 8, another cache) has a dash-dot line. Any other label gets a
+colour outside these two ramps, chosen by a hash of it. The palette keeps apart under protanopia, deuteranopia
+and tritanopia (a test simulates them). A hollow marker is a run whose fidelity is not `ok`.
+
+>>> method("AQ-SGD 4 bits").colour == method("aq-sgd fw4 bw8").colour
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+FORMATS = ("png", "pdf", "svg")
+# Each format's own way of being told to leave out the time of day: same tables, same bytes.
+METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None},
+    "svg": {"Date": None},
+}
+RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8.0,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "figure.titlesize": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.4,
+    "figure.dpi": 100,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "thinpipe",
+}
+PANEL_IN = (3.4, 2.7)  # one panel, width and height
+LEGEND_IN = 1.6
+CAPTION_SIZE = 6.5
+
+SOLID: tuple[float, ...] = ()
+DASHED = (4.0, 1.6)
+VARIANT = {"directq": (4.0, 1.2, 1.0, 1.2), "aqsgd": (9.0, 1.2, 1.0, 1.2)}
+# Tried in turn at the start of a label.
+FAMILIES = (
+    ("fp32", r"fp32|none\b|uncompressed"),
+    ("bf16", r"bf16"),
+    ("fp16", r"fp16"),
+    ("directq", r"direct(q|[ -]?quant[a-z]*)?|fixpoint"),
+    ("aqsgd", r"a[qc][-_ ]?sgd|aq|delta"),
+)
+USUAL_WORDS = {"fw", "bw", "b", "bit", "bits"}
+PLAIN = {"fp32": ("#000000", "o"), "bf16": ("#7F7F7F", "P"), "fp16": ("#B0B0B0", "d")}
+#: By bits from 1 to 8, light to dark.
+RAMPS = {
+    "directq": ("#F7D08A", "#F0B040", "#EA8F1F", "#D55E00", "#BF5003", "#A84405", "#963905", "#7A2A04"),
+    "aqsgd": ("#A9DAF5", "#6CBDEB", "#3A95D3", "#0072B2", "#00649F", "#00558B", "#004677", "#002F5C"),
+}
+BIT_MARKERS = "v^Ds<>ph"
+FALLBACK_COLOURS = ("#009E73", "#CC79A7", "#8A6FB0", "#7A7A00", "#B5005A")
+FALLBACK_MARKERS = ("*", "X", "H", "8")
+NOTE_COLOUR = "#555555"
+
+
+class Bar(NamedTuple):
+    """A mean over n seeds and what its bar spans; low and high are NaN where there is no bar."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+class Method(NamedTuple):
+    """How a method is drawn. `order` sorts legends: FP32, 16 bits, direct, AQ-SGD, others."""
+
+    label: str
+    colour: str
+    marker: str
+    dashes: tuple[float, ...]
+    order: tuple[Any, ...]
+
+
+def method(label: str) -> Method:
+    """Colour, marker and line of the method called `label`: the same whatever else a figure draws."""
+    low = label.strip().lower()
+    for rank, (family, pattern) in enumerate(FAMILIES):
+        found = re.match(pattern, low)
+        if found is None:
+            continue
+        rest = low[found.end() :]
+        numbers = [int(text) for text in re.findall(r"\d+", rest)]
+        if family in PLAIN:
+            if rest.strip():
+                break
+            return Method(label, *PLAIN[family], SOLID, (rank, 0, label))
+        if not numbers or not 1 <= numbers[0] <= 8:
+            break
+        usual = numbers[1:] in ([], [8]) and set(re.findall(r"[a-z]+", rest)) <= USUAL_WORDS
+        dashes = (DASHED if family == "directq" else SOLID) if usual else VARIANT[family]
+        bits = numbers[0]
+        colour, marker = RAMPS[family][bits - 1], BIT_MARKERS[bits - 1]
+        return Method(label, colour, marker, dashes, (rank, bits, label))
+    pick = int.from_bytes(hashlib.sha256(low.encode()).digest()[:4], "big")
+    colour = FALLBACK_COLOURS[pick % len(FALLBACK_COLOURS)]
+    marker = FALLBACK_MARKERS[pick // len(FALLBACK_COLOURS) % len(FALLBACK_MARKERS)]
+    return Method(label, colour, marker, SOLID, (len(FAMILIES), 0, label))
+
+
+def methods(labels: Iterable[str]) -> list[Method]:
+    """The methods of `labels`, each once, in legend order."""
+    return sorted((method(label) for label in set(labels)), key=lambda m: m.order)
+
+
+def context() -> AbstractContextManager[None]:
+    """The settings every figure is made and saved under, whatever the caller's matplotlibrc says."""
+    # The backend is the caller's (a notebook's, say): figures here are saved, never shown.
+    settings: dict[Any, Any] = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
+    return mpl.rc_context(settings | RC)
+
+
+def new_figure(
+    rows: int, columns: int, panel_in: tuple[float, float] = PANEL_IN, *, legend_in: float = LEGEND_IN
+) -> Figure:
+    """A figure for rows x columns panels of panel_in inches, with room for a legend at the right."""
+    size = (columns * panel_in[0] + legend_in, rows * panel_in[1] + 0.5)
+    return Figure(figsize=size, layout="constrained")
+
+
+def finish(fig: Figure, title: str, caption: str, handles: list[Artist]) -> None:
+    """Add title, legend and caption; the caption is wrapped and has its own strip at the bottom."""
+    width, height = fig.get_size_inches()
+    # A character of DejaVu Sans is 0.55 of its size wide, on average of a text like a caption.
+    text = textwrap.fill(caption, width=int((width - 0.2) * 72 / (0.55 * CAPTION_SIZE)))
+    strip = (text.count("\n") + 1) * CAPTION_SIZE * 1.3 / 72 + 0.12
+    fig.set_size_inches(width, height + strip)
+    share = strip / (height + strip)
+    engine = fig.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(rect=(0, share, 1, 1 - share))
+    fig.suptitle(title, x=0.01, ha="left")
+    bottom = 0.06 / (height + strip)
+    fig.text(0.1 / width, bottom, text, size=CAPTION_SIZE, color=NOTE_COLOUR, va="bottom", gid="caption")
+    if handles:
+        fig.legend(handles=handles, loc="outside right upper")
+
+
+def handle(m: Method) -> Line2D:
+    """A method's entry in a legend."""
+    line = m.dashes or (None, None)
+    return Line2D([], [], color=m.colour, marker=m.marker, dashes=line, markersize=5, label=m.label)
+
+
+def note(label: str, marker: str = "o", *, hollow: bool = False) -> Line2D:
+    """A legend entry that explains a mark which is no method's."""
+    face = "white" if hollow else NOTE_COLOUR
+    return Line2D(
+        [], [], color=NOTE_COLOUR, linestyle="none", marker=marker, markerfacecolor=face, label=label
+    )
+
+
+def dodge(index: int, count: int, gap: float) -> float:
+    """How far right of its x method `index` of `count` stands, so that equal values do not overlap."""
+    return (index - (count - 1) / 2) * 0.5 * gap / count
+
+
+def seeds(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], flagged: Sequence[bool]) -> None:
+    """One small mark a seed; flagged ones hollow, larger and on top."""
+    for flag in (False, True):
+        chosen = [(x, y) for x, y, f in zip(xs, ys, flagged, strict=True) if bool(f) is flag]
+        if chosen:
+            look = (
+                {"markerfacecolor": "white", "markersize": 4.5}
+                if flag
+                else {"markersize": 3.0, "alpha": 0.55}
+            )
+            kx, ky = zip(*chosen, strict=True)
+            ax.plot(kx, ky, m.marker, color=m.colour, zorder=5 if flag else 2, gid=f"seeds {m.label}", **look)
+
+
+def means(
+    ax: Axes, m: Method, xs: Sequence[float], bars: Sequence[Bar], flagged: Sequence[bool], *, size: float = 6
+) -> None:
+    """The means over seeds, their line and bars; a mark is hollow where one of the runs is flagged."""
+    ys = [bar.mean for bar in bars]
+    error = [[bar.mean - bar.low for bar in bars], [bar.high - bar.mean for bar in bars]]
+    if np.isfinite(error).any():
+        ax.errorbar(xs, ys, yerr=error, fmt="none", color=m.colour, capsize=2, elinewidth=0.9, zorder=3)
+    ax.plot(xs, ys, color=m.colour, dashes=m.dashes or (None, None), zorder=3, label=m.label)
+    for flag in (False, True):
+        chosen = [(x, y) for x, y, f in zip(xs, ys, flagged, strict=True) if bool(f) is flag]
+        if chosen:
+            kx, ky = zip(*chosen, strict=True)
+            face = "white" if flag else m.colour
+            ax.plot(kx, ky, m.marker, color=m.colour, markerfacecolor=face, markersize=size, zorder=4)
+
+
+FLAGGED = "hollow: flagged\n(runs.fidelity)"
+DIVERGED = "diverged"
+
+
+def notes(*, flagged: bool, diverged: bool = False) -> list[Artist]:
+    """Legend entries for the marks that a figure has used."""
+    entries: list[Artist] = []
+    if flagged:
+        entries.append(note(FLAGGED, hollow=True))
+    if diverged:
+        entries.append(note(DIVERGED, "x"))
+    return entries
+
+
+def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
+    """Write `fig` as NAME.png, .pdf and .svg, each whole or not at all; same tables, same bytes."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind in FORMATS:
+        path = out_dir / f"{name}.{kind}"
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with context():
+                fig.savefig(part, format=kind, metadata=METADATA[kind])
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        paths.append(path)
+    return paths

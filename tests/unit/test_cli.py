@@ -1,0 +1,570 @@
+"""The command line: frozen help, exit codes, output on the right stream, and what each verb shows.
+
+After a wanted change of the help: `python tests/unit/test_cli.py` writes tests/golden/cli_help.txt anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer
+from thinpipe import cli
+from thinpipe.harness import (
+    doctor,
+    experiment,
+    figures,
+    lock,
+    manifest,
+    metrics,
+    store,
+    sweep,
+    tables,
+    verbs,
+    views,
+)
+from thinpipe.harness.errors import RunError, UserError
+from thinpipe.netem import probe
+from typer.testing import CliRunner
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "cli_help.txt"
+STEPS = 4
+
+
+def help_texts() -> str:
+    """--help of the program and of every verb, one after the other."""
+
+    def walk(command, path):
+        shown = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(cli.app, [*path, "--help"])
+        assert shown.exit_code == 0, shown.output
+        yield f"$ thinpipe {' '.join([*path, '--help'])}\n{shown.output.rstrip()}\n"
+        for name, sub in getattr(command, "commands", {}).items():
+            yield from walk(sub, [*path, name])
+
+    return "\n".join(walk(typer.main.get_command(cli.app), []))
+
+
+def rows_of(spec, table, rank):
+    """Rows that a rank of a tiny run could have written."""
+    base = {"run_id": spec.run_id}
+    if table == "steps":
+        loss = 3.0 + spec.seed if rank == 1 else None
+        numbers = {"compute_s": 0.05, "codec_s": 0.01, "blocked_s": 0.03, "sync_s": 0.001}
+        return [
+            base
+            | {
+                "rank": rank,
+                "step": step,
+                "epoch": 0,
+                "measured": step > 0,
+                "t_s": 0.1 * step,
+                "step_time_s": 0.1,
+            }
+            | {"train_loss": loss, "lr": 0.001, "grad_norm": 1.0}
+            | numbers
+            for step in range(STEPS)
+        ]
+    if table == "transfers":
+        moved = {
+            "boundary": 0,
+            "direction": "backward" if rank else "forward",
+            "compressor": "none",
+            "messages": 2,
+        }
+        moved |= {"raw_bytes": 100, "payload_bytes": 45, "frame_bytes": 50}
+        sampled = dict.fromkeys(("rel_error", "mean_abs", "mean_abs_change", "clip_fraction"))
+        return [base | {"rank": rank, "step": step, "epoch": 0} | moved | sampled for step in range(STEPS)]
+    if table == "evals" and rank == 1 and spec.measure == "convergence":
+        return [
+            base
+            | {"epoch": 1, "step": STEPS, "t_s": 0.4, "evaluation": "off"}
+            | {"eval_loss": 3.5, "perplexity": 33.1, "sequences": 16}
+        ]
+    return []
+
+
+class FakeSession:
+    """Writes what a run leaves behind; `fail` names arms' forward compressors whose runs fail."""
+
+    def __init__(self, fail=(), before=lambda: None):
+        self.fail, self.before, self.ran = fail, before, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def check(self, specs):
+        pass
+
+    def run(self, spec, run_dir, step):
+        self.before()
+        self.ran.append(spec.run_id)
+        for rank in range(2):
+            (run_dir / f"rank{rank}.log").write_text("".join(f"line {i} of rank {rank}\n" for i in range(30)))
+            for table in tables.SHARDS:
+                tables.write_shard(table, rows_of(spec, table, rank), run_dir / f"{table}.rank{rank}.parquet")
+        found = manifest.collect(spec)
+        settings = {
+            "requested": {"threads": 1},
+            "effective": {"rank0": {"threads": 1}, "rank1": {"threads": 1}},
+        }
+        store.write_json(run_dir / "manifest.json", found | settings)
+        status = sweep.failed_status(
+            RunError("rank 1 was killed by signal 9"), "2024-01-01T00:00:00+00:00", 2.0
+        )
+        if spec.compression.forward in self.fail:
+            return status
+        totals = {"steps": STEPS, "raw_bytes": 800, "payload_bytes": 360, "frame_bytes": 400}
+        totals |= {"wire_bytes": 900, "sync_bytes": 50}
+        return status | {"state": "done", "error": None, "totals": totals}
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lock, "PATH", tmp_path / "lock")
+
+
+@pytest.fixture
+def quick_figures(monkeypatch):
+    """Drawing takes seconds; what is drawn is not this file's business."""
+
+    def draw(built, folder, names=()):
+        assert set(built) == set(tables.TABLES)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"{name}.png" for name in names or ("loss_vs_step", "throughput_vs_bandwidth")]
+        for path in files:
+            path.write_bytes(b"png")
+        return files, {"boundary_error": "boundary_error: nothing to draw"}
+
+    monkeypatch.setattr(figures, "draw", draw)
+
+
+@pytest.fixture
+def session(monkeypatch, quick_figures):
+    fake = FakeSession()
+    monkeypatch.setattr(verbs, "_session", lambda **_: fake)
+    return fake
+
+
+@pytest.fixture
+def no_session(monkeypatch):
+    monkeypatch.setattr(verbs, "_session", lambda **_: pytest.fail("a session was opened"))
+
+
+def thinpipe(*args):
+    result = CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)
+
+
+def test_help_is_frozen():
+    assert help_texts() == GOLDEN.read_text(encoding="utf-8"), f"if wanted: python {__file__}"
+
+
+def test_help_is_fast_and_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys, time; sys.argv = ['thinpipe', '--help']\n"
+        "start = time.process_time()\n"
+        "from thinpipe.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'pyarrow', 'pydantic', 'numpy', 'numba', 'rich'} & set(sys.modules)\n"
+        "print(time.process_time() - start, sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    seconds, heavy = done.stderr.split(maxsplit=1)
+    assert heavy.strip() == "[]"
+    assert float(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plan", "quickstrat"], "Did you mean 'quickstart'?"),
+        (["plan", "smoke", "--set", "train.epoch=1"], "Did you mean 'train.epochs'?"),
+        (["plan", "smoke", "--only", "amr=FP32"], "Did you mean 'arm'?"),
+        (["plan", "smoke", "--only", "arm=FP64"], "Arms: AQ-SGD fw4 bw8, FP32"),
+        (["plan", "missing.toml"], "no experiment file missing.toml"),
+        (["run", "smoke", "--limit", "0"], "--limit"),
+        (["run", "smoke", "--set", "pipeline.microbatches=3"], "multiple of 3"),
+        (["run", "smoke", "--set", "model.preset=giant"], "giant"),
+        (["show", "abc"], "no runs"),
+        (["status", "smoke"], "no results"),
+        (["tables", "smoke"], "`thinpipe run` it first"),
+        (["plot", "smoke"], "`thinpipe run` it first"),
+        (["list", "codec"], "Did you mean 'codecs'?"),
+        (["net", "script", "10.0.0.1", "10.0.0.2", "--host", "2"], "host 2"),
+        (["net", "script", "10.0.0.1", "10.0.0.2", "--rate-mbit", "-3"], "rate_mbit"),
+    ],
+)
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(args, words, no_session, tmp_path):
+    result = thinpipe(*args)
+    assert result.code == 2
+    assert result.out == ""
+    assert words in result.err
+    assert result.err.startswith("thinpipe: ")
+    assert "Traceback" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("args", [["run"], ["run", "smoke", "--nope"], ["nope"]])
+def test_usage_errors_have_exit_code_2(args):
+    assert thinpipe(*args).code == 2
+
+
+def test_plan(session):
+    shown = thinpipe("plan", "smoke")
+    assert shown.code == 0
+    assert shown.out.count("pending") == 5
+    assert "4 to do" in shown.out
+    data = json.loads(thinpipe("plan", "smoke", "--only", "part=timing", "--json").out)
+    assert data["counts"] == {"pending": 2}
+    assert {run["arm"] for run in data["runs"]} == {"FP32", "AQ-SGD fw4 bw8"}
+    assert data["todo_s"] == pytest.approx(sum(run["predicted_s"] for run in data["runs"]), abs=0.2)
+    assert session.ran == []
+
+
+def test_dry_run_executes_nothing(no_session, tmp_path):
+    shown = thinpipe("run", "smoke", "--dry-run", "--json", "--limit", "1")
+    assert shown.code == 0
+    assert [run["todo"] for run in json.loads(shown.out)["runs"]].count(True) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp_path):
+    first = thinpipe("run", "smoke", "--results", "out")
+    assert first.code == 0, first.err
+    assert len(session.ran) == 4
+    line = next(line for line in first.out.splitlines() if line.startswith("convergence") and "FP32" in line)
+    assert line.split() == ["convergence", "FP32", "100", "100.0", "80.0", "2.00", "3.000", "3.500", "1/1"]
+    assert len([line for line in first.out.splitlines() if line.startswith("timing")]) == 2
+    figures = [
+        line.removeprefix("figure: ") for line in first.err.splitlines() if line.startswith("figure: ")
+    ]
+    assert any("throughput_vs_bandwidth" in name for name in figures)
+    assert all(Path(name).stat().st_size > 0 for name in figures)
+    assert (tmp_path / "out" / "smoke" / "tables" / "runs.csv").exists()
+    second = thinpipe("run", "smoke", "--results", "out")
+    assert second.code == 0
+    assert len(session.ran) == 4
+    assert "nothing to do" in second.err
+    assert second.out == first.out
+    assert "figure" not in second.err
+
+
+def test_run_json_is_one_document_and_nothing_else(session):
+    shown = thinpipe("run", "smoke", "--json")
+    rows = json.loads(shown.out)
+    assert [row["state"] for row in rows] == ["done"] * 4
+    assert {(row["part"], row["arm"]) for row in rows} == {
+        (part, arm) for part in ("convergence", "timing") for arm in ("FP32", "AQ-SGD fw4 bw8")
+    }
+    row = next(row for row in rows if row["part"] == "convergence")
+    assert row["final_train_loss"] == 3.0
+    assert row["step_time_s"] == 0.1
+    assert row["seed"] == 0
+    assert row["fidelity"] == "ok"
+    timing = next(row for row in rows if row["part"] == "timing")
+    assert timing["final_train_loss"] is None
+
+
+def test_a_failed_run_has_exit_code_1_and_is_retried_when_asked(session):
+    session.fail = ("delta(fixpoint:4)",)
+    shown = thinpipe("run", "smoke", "--json")
+    assert shown.code == 1
+    rows = json.loads(shown.out)
+    assert sorted(row["state"] for row in rows) == ["done", "done", "failed", "failed"]
+    assert {row["error"] for row in rows if row["state"] == "failed"} == {"rank 1 was killed by signal 9"}
+    assert shown.err.count("rank 1 was killed by signal 9") == 4
+    assert "--retry-failed" in shown.err
+    assert thinpipe("run", "smoke").code == 1
+    assert len(session.ran) == 4
+    session.fail = ()
+    assert thinpipe("run", "smoke", "--retry-failed").code == 0
+    assert len(session.ran) == 6
+
+
+def test_fail_fast_stops(session):
+    session.fail = ("none", "delta(fixpoint:4)")
+    assert thinpipe("run", "smoke", "--fail-fast").code == 1
+    assert len(session.ran) == 1
+
+
+def test_a_stored_run_is_run_again(session, tmp_path):
+    thinpipe("run", "smoke", "--only", "part=timing,arm=FP32")
+    (run_id,) = session.ran
+    path = f"results/runs/{run_id}/run.json"
+    assert "nothing to do" in thinpipe("run", path).err
+    assert thinpipe("run", path, "--force").code == 0
+    assert session.ran == [run_id] * 2
+    assert thinpipe("run", path, "--results", "elsewhere").code == 0
+    assert (tmp_path / "elsewhere" / "runs" / run_id / "status.json").exists()
+
+
+def test_runs_of_other_settings_in_the_same_folder_are_pointed_out(session):
+    thinpipe("run", "smoke")
+    shown = thinpipe("run", "smoke", "--set", "train.epochs=1", "--limit", "1", "--json")
+    assert "also lists 4 run(s)" in shown.err
+    assert "--set name=" in shown.err
+    assert len(json.loads(shown.out)) == 4
+
+
+def test_a_full_disk_has_exit_code_2_and_resumes(session, monkeypatch):
+    def full():
+        if len(session.ran) == 2:
+            raise OSError(28, "No space left on device")
+
+    session.before = full
+    shown = thinpipe("run", "smoke")
+    assert shown.code == 2
+    assert "disk is full" in shown.err
+    assert "results/runs/" in shown.err
+    assert "Traceback" not in shown.err
+    session.before = lambda: None
+    assert thinpipe("run", "smoke").code == 0
+    assert len(session.ran) == 4
+
+
+def test_interrupt_has_exit_code_130(session):
+    def interrupt():
+        if len(session.ran) == 1:
+            raise KeyboardInterrupt
+
+    session.before = interrupt
+    shown = thinpipe("run", "smoke", "--json")
+    assert shown.code == 130
+    assert "3 run(s) are left" in shown.err
+    assert sorted(row["state"] for row in json.loads(shown.out)) == ["done", "pending", "pending", "pending"]
+
+
+def test_status(session):
+    assert "no results" in thinpipe("status").out
+    thinpipe("run", "smoke", "--limit", "3")
+    data = json.loads(thinpipe("status", "--json").out)
+    assert [(item["experiment"], item["total"], item["counts"]) for item in data] == [
+        ("smoke", 4, {"done": 3, "pending": 1})
+    ]
+    assert data[0]["running"] is None
+    shown = thinpipe("status", "smoke")
+    assert "3 done, 1 pending" in shown.out
+    assert thinpipe("status", "quickstart").code == 2
+
+
+def test_status_while_a_sweep_runs(session):
+    seen = []
+
+    def look():
+        if len(session.ran) == 1:
+            seen.append(json.loads(thinpipe("status", "smoke", "--json").out)[0])
+            seen.append(thinpipe("status").out)
+
+    session.before = look
+    thinpipe("run", "smoke")
+    data, text = seen
+    assert data["running"]["run_id"] == session.ran[1]
+    assert data["running"]["pid"] == os.getpid()
+    assert data["cut_short"] == []
+    assert "running: " in text
+    assert "process" in text
+
+
+def test_status_of_a_sweep_that_was_killed(session):
+    thinpipe("run", "smoke", "--limit", "2")
+    spec = next(
+        spec
+        for cell in experiment.load("smoke").cells()
+        for _, spec in cell.runs
+        if spec.run_id not in session.ran
+    )
+    store.Store(Path("results")).begin(spec)
+    (Path("results/runs") / session.ran[0] / "status.json").write_text('{"st')
+    data = json.loads(thinpipe("status", "--json").out)[0]
+    assert data["running"] is None
+    assert {run["run_id"] for run in data["cut_short"]} == {spec.run_id, session.ran[0]}
+    assert "damaged" in data["notes"][0]
+    assert "cut short" in thinpipe("status").out
+
+
+def test_show(session):
+    thinpipe("run", "smoke")
+    run_id = session.ran[0]
+    data = json.loads(thinpipe("show", run_id[:5], "--json").out)
+    assert data["run_id"] == run_id
+    assert data["state"] == "done"
+    assert data["requested"] == {"threads": 1}
+    assert data["effective"]["rank1"] == {"threads": 1}
+    assert data["logs"]["rank1.log"] == [f"line {i} of rank 1" for i in range(20, 30)]
+    assert data["uses"][0]["experiment"] == "smoke"
+    shown = thinpipe("show", run_id)
+    for words in ("network.rate_mbit = 100.0", "effective rank0", "line 29 of rank 0", "used by smoke"):
+        assert words in shown.out
+    assert "line 19 of rank 0" not in shown.out
+    several = thinpipe("show", "")
+    assert several.code == 2
+    assert "4 runs" in several.err
+
+
+def test_show_of_a_run_that_did_not_end(session, tmp_path):
+    spec = experiment.load("smoke").parts[0].cells[0].runs[0][1]
+    store.Store(tmp_path / "results").begin(spec)
+    shown = thinpipe("show", spec.run_id)
+    assert shown.code == 0
+    assert "not finished" in shown.out
+
+
+def test_tables_and_plot(session):
+    thinpipe("run", "smoke")
+    data = json.loads(thinpipe("tables", "smoke", "--json").out)
+    assert data["rows"]["runs"] == 4
+    assert data["rows"]["steps"] == 4 * 2 * STEPS
+    assert all(Path(name).exists() for name in data["files"])
+    assert len(data["files"]) == 2 * len(tables.TABLES)
+    drawn = json.loads(thinpipe("plot", "loss_vs_step", "smoke", "--json").out)["files"]
+    assert drawn
+    assert all("loss_vs_step" in name for name in drawn)
+    everything = thinpipe("plot", "smoke")
+    assert set(drawn) < set(everything.out.split())
+    wrong = thinpipe("plot", "loss_vs_stop", "smoke")
+    assert wrong.code == 2
+    assert "Did you mean 'loss_vs_step'?" in wrong.err
+
+
+def test_plot_of_a_figure_that_the_experiment_cannot_have(session):
+    thinpipe("run", "smoke", "--only", "part=convergence")
+    shown = thinpipe("plot", "throughput_vs_bandwidth", "smoke")
+    assert shown.code == 2
+    assert "nothing to draw" in shown.err
+
+
+def test_list():
+    data = json.loads(thinpipe("list", "--json").out)
+    assert set(data) == set(views.LIST_KINDS)
+    assert {item["name"] for item in data["experiments"]} == {"smoke", "quickstart", "bandwidth_vs_bits"}
+    assert {"none", "fixpoint", "bf16"} <= {item["name"] for item in data["codecs"]}
+    assert all(item["summary"] for item in data["codecs"] + data["models"] + data["figures"])
+    shown = thinpipe("list", "memories").out
+    assert "delta" in shown
+    assert "fixpoint" not in shown.split("delta")[0]
+
+
+def test_net_script_is_for_the_host_asked():
+    shown = thinpipe(
+        "net", "script", "10.0.0.1", "10.0.0.2", "--rate-mbit", "30", "--host", "1", "--interface", "ens3"
+    )
+    assert shown.code == 0
+    assert shown.out.startswith("#!/bin/sh\n")
+    assert "10.0.0.1/32" in shown.out
+    assert "ens3" in shown.out
+    assert "30000000bit" in shown.out
+
+
+def test_doctor_says_what_to_do_and_whether_it_is_required(monkeypatch):
+    findings = [probe.Check("tc", True, "found", "")]
+    monkeypatch.setattr(doctor.probe, "checks", lambda: findings)
+    monkeypatch.setattr(doctor.checks, "__defaults__", (lambda: findings,))
+    good = thinpipe("doctor", "--json")
+    names = {check["name"] for check in json.loads(good.out)}
+    assert good.code == 0
+    assert {"tc", "python", "torch", "cores", "load", "memory", "disk", "timing lock"} <= names
+    findings.append(probe.Check("bbr", False, "none", "load its module", required=False))
+    optional = thinpipe("doctor")
+    assert optional.code == 0
+    assert "load its module" in optional.out
+    findings.append(probe.Check("ip", False, "not found", "install iproute2"))
+    bad = thinpipe("doctor")
+    assert bad.code == 1
+    assert "FAIL" in bad.out
+    assert "install iproute2" in bad.out
+
+
+def test_doctor_names_the_holder_of_the_timing_lock(tmp_path):
+    with lock.hold("other", tmp_path, pytest.fail):
+        found = {check["name"]: check for check in doctor.checks(tmp_path, list)}["timing lock"]
+    assert not found["ok"]
+    assert not found["required"]
+    assert str(os.getpid()) in found["found"]
+
+
+DRIVER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import test_cli as t
+from pathlib import Path
+t.lock.PATH = Path("lock")
+def wait():
+    print("running", file=sys.stderr, flush=True)
+    time.sleep(30)
+t.verbs._session = lambda **_: t.FakeSession(before=wait)
+sys.argv = ["thinpipe", *sys.argv[2:]]
+t.cli.main()
+"""
+
+
+def drive(*args, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(Path(__file__).parent), *args], text=True, **streams
+    )
+
+
+def test_ctrl_c_of_a_real_process():
+    process = drive("run", "smoke", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.stderr.readline() != "running\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert {row["state"] for row in json.loads(out)} == {"pending"}
+    assert "run the same command again" in err
+    assert "Traceback" not in err
+
+
+def test_the_bar_of_a_terminal_ends_cleanly():
+    """On a terminal: a bar while it runs, gone after Ctrl-C, the last words below."""
+    ours, theirs = pty.openpty()
+    process = drive("run", "smoke", stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text, sent, limit = "", False, time.monotonic() + 30
+    with contextlib.suppress(OSError):
+        while time.monotonic() < limit:
+            text += os.read(ours, 4096).decode(errors="replace")
+            if "running" in text and not sent:
+                process.send_signal(signal.SIGINT)
+                sent = True
+    os.close(ours)
+    assert process.wait(10) == 130
+    assert "1/4" in text
+    assert "4 run(s) are left" in text
+    assert "Traceback" not in text
+
+
+def test_a_run_table_row_has_every_column_we_show():
+    assert set(views.RUN_NUMBERS) <= set(metrics.RUNS)
+
+
+def test_errors_of_the_network_are_messages_too(monkeypatch):
+    def refuse(**_):
+        raise UserError("no privilege: enable user namespaces")
+
+    monkeypatch.setattr(verbs, "_session", refuse)
+    shown = thinpipe("run", "smoke")
+    assert (shown.code, shown.out) == (2, "")
+    assert "enable user namespaces" in shown.err
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(help_texts(), encoding="utf-8")

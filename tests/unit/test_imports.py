@@ -1,0 +1,71 @@
+"""The import rules of docs/architecture.md, read from the syntax tree."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    p for folder in ("harness", "netem", "plots", "experiments") for p in (ROOT / folder).rglob("*.py")
+)
+FILES.append(ROOT / "cli.py")
+# The only modules above the worker that may import torch, and only inside functions.
+TORCH_FREE_TOP = {
+    "cli", "audit", "check", "errors", "experiment", "lock", "manifest", "metrics", "plan", "plugins", "render",
+    "runner", "spec", "stats", "steps", "store", "summary", "sweep", "grammar", "local", "_forkserver", "partition",
+}  # fmt: skip
+
+
+def imports(path: Path, *, top_only: bool) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: absolute imports only"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def starts(names: set[str], *prefixes: str) -> set[str]:
+    return {n for n in names if any(n == p or n.startswith(p + ".") for p in prefixes)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_layers(path):
+    relative = path.relative_to(ROOT).as_posix()
+    every = imports(path, top_only=False)
+    if relative.startswith("netem/"):
+        assert not starts(every, "thinpipe.harness", "thinpipe.plots", "torch"), (
+            "netem imports nothing of ours"
+        )
+    if relative.startswith("plots/"):
+        heavy = starts(every, "torch", "thinpipe.netem", "thinpipe.harness.store", "thinpipe.harness.runner")
+        assert not heavy, "plots read tables only"
+    if relative.startswith(("harness/pipeline/", "harness/compression/")) or relative == "harness/channel.py":
+        bad = starts(every, "thinpipe.harness.launch", "thinpipe.harness.store", "thinpipe.netem")
+        assert not bad, "the data path knows nothing of launching, storing or the network's making"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem in TORCH_FREE_TOP], ids=lambda p: p.stem)
+def test_torch_is_imported_only_from_the_worker_down(path):
+    assert not starts(imports(path, top_only=True), "torch", "transformers", "numba", "pyarrow", "datasets")
+
+
+def test_listing_and_planning_import_no_torch():
+    code = (
+        "import sys; from thinpipe.harness import spec, plugins, experiment, plan, sweep, store;"
+        "from thinpipe.harness.compression import grammar;"
+        "spec.parse({'compression': {'forward': 'delta(fixpoint:4)'}}).run_id;"
+        "bad = {'torch', 'numba', 'transformers', 'pyarrow', 'datasets'} & set(sys.modules);"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
