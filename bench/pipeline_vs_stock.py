@@ -24,6 +24,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
 from thinpipe.harness import links, plugins
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
@@ -36,7 +38,6 @@ from thinpipe.netem import calibrate
 from thinpipe.netem.lab import Lab
 from thinpipe.netem.link import LinkSpec
 from thinpipe.netem.topology import Topology
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 MICROBATCHES, SEQUENCES, LENGTH = 8, 4, 64
 MODEL = ModelSpec(layers=4, width=256, heads=4)

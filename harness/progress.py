@@ -52,7 +52,7 @@ class Eta:
 def duration(seconds: float) -> str:
     """
     >>> duration(75), duration(3700), duration(4.2)
-    ('1 min 15 s', '1 h 02 min', '4 s')
+    ('1 min 15 s', '1 h 01 min', '4 s')
     """
     seconds = max(0, round(seconds))
     if seconds >= 3600:

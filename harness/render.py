@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
 from thinpipe.harness.progress import duration
 
 STATE_STYLES = {
@@ -128,9 +129,9 @@ def _settings(requested: Mapping[str, Any], effective: Mapping[str, Any]) -> Non
     if not requested and not effective:
         return
     asked = flat(requested)
-    got = {name: flat(values) for name, values in effective.items() if isinstance(values, Mapping)}
+    got = {name: flat(values) for name, values in sorted(effective.items()) if isinstance(values, Mapping)}
     keys = list(dict.fromkeys([*asked, *(key for values in got.values() for key in values)]))
-    rows = [[key, asked.get(key), *(values.get(key) for values in got.values())] for key in keys]
+    rows = [[key, *(_word(values.get(key)) for values in (asked, *got.values()))] for key in keys]
     _table(["setting", "requested", *(f"effective {name}" for name in got)], rows)
 
 
@@ -177,6 +178,10 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 def _line(text: str) -> None:
     console().print(text, markup=False, soft_wrap=True)
+
+
+def _word(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _state(state: str) -> Text:

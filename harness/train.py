@@ -7,7 +7,7 @@ The mean loss of each micro-batch is taken, gradients are summed over micro-batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from thinpipe.harness.errors import DivergedError
 from thinpipe.harness.pipeline.stage import CompressedStage
 from thinpipe.harness.recorder import Recorder, now
 from thinpipe.harness.spec import RunSpec, TrainSpec
-
-IGNORE = -100  # a target that cross-entropy leaves out: the padded rows of a last evaluation batch
+from thinpipe.harness.tasks.base import Batch
 
 
 def make_optimizer(named: Sequence[tuple[str, torch.nn.Parameter]], spec: TrainSpec) -> torch.optim.AdamW:
@@ -119,8 +118,7 @@ def texts(spec: RunSpec, direction: Direction, boundary: int) -> set[str]:
 class Trainer:
     """Runs the training steps and evaluations of one rank.
 
-    plan: list of (epoch, sample ids, measured) for every step; loss: (logits, targets) -> mean over tokens; batch: ids
-    -> (inputs, targets) of the training set.
+    loss(output, targets) is a micro-batch's mean; loss(output, targets, weights) the weighted sum over its samples.
     """
 
     def __init__(
@@ -138,6 +136,7 @@ class Trainer:
         self.total_steps = total_steps
         self.optimizer = make_optimizer(named, spec.train)
         self.training_time_s = 0.0
+        self._weights: Sequence[torch.Tensor] = ()
 
         def timed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             start = now()
@@ -145,22 +144,18 @@ class Trainer:
             recorder.span("forward_compute", start, now(), stage._chunk)
             return value
 
-        def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            flat = output.reshape(-1, output.shape[-1])
-            return torch.nn.functional.cross_entropy(flat, target.reshape(-1), ignore_index=IGNORE, reduction="sum")
+        def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return loss(output, target, self._weights[stage._chunk])
 
         pieces = spec.pipeline.microbatches
         self.schedule = ScheduleGPipe(stage, pieces, loss_fn=timed_loss)
-        self.evaluation = ScheduleGPipe(stage, pieces, loss_fn=summed_loss, scale_grads=False)
+        self.evaluation = ScheduleGPipe(stage, pieces, loss_fn=weighted_loss, scale_grads=False)
 
-    def step(
-        self, step: int, epoch: int, ids: tuple[int, ...], inputs: torch.Tensor, targets: torch.Tensor, *,
-        measured: bool, regime: Regime,
-    ) -> float | None:  # fmt: skip
+    def step(self, step: int, epoch: int, batch: Batch, *, measured: bool, regime: Regime) -> float | None:
         """One optimizer step on this rank; the batch's loss on the last stage, else None."""
         self.recorder.step = step
         start = now()
-        losses = self._forward_backward(step, ids, inputs, targets, regime)
+        losses = self._forward_backward(step, batch, regime)
         sent = self.stage.finish_step(training=True)
         norm = self._clip()
         lr = learning_rate(step, self.total_steps, self.spec.train)
@@ -169,7 +164,7 @@ class Trainer:
         self.training_time_s += elapsed
         loss = None
         if self.stage.is_last:
-            loss = float(torch.stack(losses).detach().sum()) / len(losses)
+            loss = float(sum(value.detach() for value in losses)) / len(losses)
             if not math.isfinite(loss):
                 raise DivergedError(f"the training loss became {loss} at step {step} (epoch {epoch})")
         self.recorder.row(
@@ -185,17 +180,15 @@ class Trainer:
             )  # fmt: skip
         return loss
 
-    def _forward_backward(
-        self, step: int, ids: tuple[int, ...], inputs: torch.Tensor, targets: torch.Tensor, regime: Regime
-    ) -> list[torch.Tensor]:
+    def _forward_backward(self, step: int, batch: Batch, regime: Regime) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        self.stage.begin_step(step, self._pieces(ids), training=True, use=regime.use, watch=regime.watch)
-        self._run(self.schedule.step, inputs, targets, losses)
+        self.stage.begin_step(step, self._pieces(batch.ids), training=True, use=regime.use, watch=regime.watch)
+        self._run(self.schedule.step, batch, losses)
         return losses
 
-    def _run(self, step: Callable[..., Any], inputs: torch.Tensor, targets: torch.Tensor, losses: list) -> None:
-        args = (inputs,) if self.stage.is_first else ()
-        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.stage.is_last else {}
+    def _run(self, step: Callable[..., Any], batch: Batch, losses: list[torch.Tensor]) -> None:
+        args = (batch.inputs,) if self.stage.is_first else ()
+        kwargs: dict[str, Any] = {"target": batch.targets, "losses": losses} if self.stage.is_last else {}
         step(*args, return_outputs=False, **kwargs)
 
     def _pieces(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -232,25 +225,22 @@ class Trainer:
         self.recorder.span("optimizer", start, now())
 
     @torch.no_grad()
-    def evaluate(
-        self, step: int, batches: Sequence[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]], regime: Regime
-    ) -> tuple[float, int] | None:
-        """(mean loss a token, tokens) of the held-out set on the last stage, else None. Gradients are untouched.
-
-        batches: (ids, inputs, targets) with IGNORE where a row is padding.
-        """
-        total, tokens = 0.0, 0
+    def evaluate(self, step: int, batches: Iterable[Batch], regime: Regime) -> float | None:
+        """Mean loss of the held-out set on the last stage, else None. Gradients are untouched; rows of weight 0 are
+        padding and do not count."""
+        total = weights = 0.0
         keep, self.recorder.keep_spans = self.recorder.keep_spans, False
-        for ids, inputs, targets in batches:
+        for batch in batches:
             losses: list[torch.Tensor] = []
-            self.stage.begin_step(step, self._pieces(ids), training=False, use=regime.use, watch={})
-            self._run(self.evaluation.eval, inputs, targets, losses)
+            self._weights = batch.weights.chunk(self.spec.pipeline.microbatches)
+            self.stage.begin_step(step, self._pieces(batch.ids), training=False, use=regime.use, watch={})
+            self._run(self.evaluation.eval, batch, losses)
             self.stage.finish_step(training=False)
             total += sum(float(loss) for loss in losses)
-            tokens += int((targets != IGNORE).sum())
+            weights += float(batch.weights.sum())
         self.recorder.keep_spans = keep
         self.recorder.take_sums()
-        return (total / tokens, tokens) if self.stage.is_last and tokens else None
+        return total / weights if self.stage.is_last and weights else None
 
 
 def cache_folder() -> Path:

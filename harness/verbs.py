@@ -12,7 +12,7 @@ from thinpipe.harness import experiment as experiments
 from thinpipe.harness import lock, progress, sweep, views
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.store import Store, explain_disk_full
+from thinpipe.harness.store import Store, explain_disk_full, rows
 
 
 def planned(
@@ -62,7 +62,8 @@ def run(
             # The runs are done all the same, and whoever asked must learn how they ended.
             say(f"thinpipe: {error}")
             code = sweep.EXIT_USER
-    return views.runs(result.plan, table), drawn, code
+    order = {views.use(row): index for index, row in enumerate(rows(loaded))}
+    return sorted(views.runs(result.plan, table), key=lambda row: order[views.use(row)]), drawn, code
 
 
 def _warn_of_others(store: Store, name: str, others: int) -> None:

@@ -69,7 +69,7 @@ def plan(plan: Plan, *, retry_failed: bool = False, force: bool = False) -> dict
 def runs(plan: Plan, table: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every use of the plan's runs with state and main numbers; table: rows of the runs table, if there are
     any."""
-    measured = {(row["run_id"], row["part"], row["arm"]): row for row in table}
+    measured = {use(row): row for row in table}
     listed = []
     for entry in plan.entries:
         for part, arm in entry.uses:
@@ -84,6 +84,11 @@ def runs(plan: Plan, table: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
             }
             listed.append({**identity, **numbers})
     return listed
+
+
+def use(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What names one use of a run in an experiment."""
+    return row["run_id"], row["part"], row["arm"]
 
 
 def cells(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

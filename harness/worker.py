@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from thinpipe.harness import frame, links, plugins, steps, store, train
+from thinpipe.harness import links, plugins, steps, store, train
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Direction
@@ -34,8 +34,9 @@ from thinpipe.harness.errors import RunError, UserError
 from thinpipe.harness.models import base as models
 from thinpipe.harness.pipeline import partition
 from thinpipe.harness.pipeline.stage import CompressedStage
-from thinpipe.harness.recorder import Recorder, now
+from thinpipe.harness.recorder import Recorder
 from thinpipe.harness.spec import RunSpec
+from thinpipe.harness.tasks.base import Batch
 
 
 class Control(Protocol):
@@ -126,6 +127,7 @@ class Rank:
         self.data = prepare(spec)
         dataset = self.data.dataset
         self.plan = steps.plan(spec, len(dataset.train), self.data.task.epoch_batches)
+        self.num_samples = len({i for step in self.plan for i in step.ids})
         model = plugins.get("models", spec.model.name).load()
         shape = models.resolve(spec.model, spec.task)
         part = partition.split(shape, spec.pipeline.stages)[self.rank]
@@ -164,7 +166,7 @@ class Rank:
                 rank=self.rank,
                 peer=peer,
                 group=self.links.frames,
-                compressors={text: grammar.build(text) for text in train.texts(self.spec, direction, boundary)},
+                compressors={text: grammar.build(text, self.num_samples) for text in train.texts(self.spec, direction, boundary)},
                 shape=shape,
                 microbatches=self.spec.pipeline.microbatches,
                 seed=self.spec.seed,
@@ -210,13 +212,12 @@ class Rank:
         dataset, spec = self.data.dataset, self.spec
         self.queue_s = self.measured_s = 0.0
         for number, step in enumerate(self.plan):
-            rows = dataset.train[list(step.ids)]
+            batch = self.data.task.batch(dataset.train, step.ids)
             waited = _run_queue_s()
             before = self.trainer.training_time_s
             self.trainer.step(
-                number, step.epoch, step.ids, rows[:, :-1], rows[:, 1:],
-                measured=step.measured, regime=train.regime(spec, step.epoch),
-            )  # fmt: skip
+                number, step.epoch, batch, measured=step.measured, regime=train.regime(spec, step.epoch)
+            )
             if step.measured:
                 self.queue_s += _run_queue_s() - waited
                 self.measured_s += self.trainer.training_time_s - before
@@ -231,22 +232,18 @@ class Rank:
         if not every or not len(held_out) or ((epoch + 1) % every and epoch != last):
             return
         regime = train.evaluation_regime(self.spec, epoch)
-        result = self.trainer.evaluate(number, list(self._evaluation_batches()), regime)
-        if result is not None:
-            loss, _ = result
+        loss = self.trainer.evaluate(number, self._evaluation_batches(), regime)
+        if loss is not None:
             self.recorder.row(
                 "evals", epoch=epoch + 1, step=number + 1, t_s=self.trainer.training_time_s,
                 evaluation=self.spec.compression.evaluation, eval_loss=loss,
                 perplexity=float(np.exp(min(loss, 700.0))), sequences=len(held_out),
             )  # fmt: skip
 
-    def _evaluation_batches(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
+    def _evaluation_batches(self) -> Iterator[Batch]:
         held_out = self.data.dataset.held_out
         for ids, weights in self.data.task.evaluation_batches(len(held_out), self.spec.train.batch_size):
-            rows = held_out[list(ids)]
-            targets = rows[:, 1:].clone()
-            targets[[i for i, weight in enumerate(weights) if not weight]] = train.IGNORE
-            yield ids, rows[:, :-1], targets
+            yield self.data.task.batch(held_out, ids, weights)
 
     # --- 6 settle ------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def gso_bytes(link: LinkSpec) -> int:
     """Largest chunk the sender's TCP may hand over at once: 1 ms of line rate, two frames to 64 KiB.
 
     A token bucket never delays the last chunk of a message, so chunks have to be small against messages: no
-    more than 16 KiB (1.6 % of 1 MB). Above 500 Mbit 0.25 ms of line rate, or a busy processor misses the rate.
+    more than 16 KiB (1.6 % of 1 MB). Above 500 Mbit 0.25 ms of line rate: a busy processor needs them larger.
     """
     most = max(GSO_BYTES_USUAL, bytes_per_s(link) * 0.25e-3)
     return int(max(2 * frame_bytes(link), min(bytes_per_s(link) * 1e-3, most, GSO_BYTES_MAX)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -137,6 +138,8 @@ def _last_resort(sock: socket.socket, step: Callable[[], None]) -> NoReturn:
 
 
 def _guard(body: Callable[[Connection], None], sock: socket.socket, caller: int) -> None:
+    # Garbage inherited over the fork must not be finalised here too (a temporary folder would be removed).
+    gc.freeze()
     parent = os.pidfd_open(caller)
     detach_files({sock.fileno(), parent})
     reset_signals()

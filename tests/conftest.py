@@ -1,6 +1,7 @@
 """Fixtures shared by tests that run real training between namespaces."""
 
 import pytest
+
 from runs import Lab
 from thinpipe.harness.runner import Session
 

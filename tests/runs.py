@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+
 from thinpipe.harness.runner import Session
 from thinpipe.harness.spec import RunSpec, parse
 from thinpipe.harness.store import Store

@@ -1,7 +1,7 @@
 """Results of an experiment that never ran: real files of the store, numbers from a small model of a pipeline.
 
 Two stages, GPipe, links that carry one frame after the other, losses that fall and differ by method and
-seed. One run each is flagged, failed, diverged, foreign and unfinished, so that tables and figures meet all of them.
+seed. One run each is flagged, failed, diverged, foreign and unfinished: tables and figures meet all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compressors: what crosses a boundary instead of the tensor.
 
     grammar.py   text -> compressor; checks, canonical form and plug-in names without importing torch
-    base.py      the contracts         codecs/  one file each, no state      memories/  one file each, wrap a codec
-    rows.py      per-sample storage that memories share
+    base.py      the contracts
+    codecs/      one file each, no state          memories/  one file each, wrap a codec
+    rows.py      per-sample storage that memories share; halves.py, tensors.py: what codecs share
     kernels/     reference.py is the definition in plain torch; cpu.py gives the same bytes, fused
 
 A plug-in is one file. Its class is the one subclass of `Codec` (or `Memory`) that the module defines, and its
@@ -25,9 +26,13 @@ An entry of PARAMETERS is a dict:
     pins     {word: [option, ...]}: that choice settles those options, so they cannot be written beside it
     needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
 
-The parameter called `bits` (argument or fixed) is what `grammar.bits` reports as configured; a memory reports that
-of its item. A default is part of the meaning its plug-in's VERSION stands for.
+The parameter called `bits` (argument or fixed) is what `grammar.bits` reports as configured; a memory reports
+that of its item. A default is part of the meaning its plug-in's VERSION stands for.
 
-An entry of CONTRACT: `relative` and `absolute` bound the error of one message, |decoded - x| <= relative |x| +
-absolute max|x|; `unbiased` says that the mean over keys is x wherever nothing clips.
+An entry of CONTRACT bounds the error of one message: |decoded - x| <= relative |x| + absolute max|x| + floor.
+`largest` says that a value above it is a CodecError, `unbiased` that the mean over keys is x wherever nothing
+clips. A memory's bounds hold for a first visit; on later ones |decoded - x| <= change x max|x - m|.
+
+A codec may offer `encode_change` and `decode_change` (see codecs/fixpoint.py), by which delta forms, codes and
+adds a change in one pass; the bytes and the state are those of the plain way.
 """

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
+
 from thinpipe.harness.pipeline.stage import CompressedStage
 
 # method -> the parameters it is called with by torch's schedules

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+
 from runs import Lab, small
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.launch.local import LocalLauncher

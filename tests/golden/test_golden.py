@@ -6,12 +6,13 @@ micro-batches with Hugging Face's own model. With it, the network may change the
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from runs import Lab, small
 from thinpipe.harness import plugins, steps, train, worker
 from thinpipe.harness.models import base as models
 from thinpipe.harness.pipeline import partition
 from thinpipe.harness.runner import Session
-from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = [pytest.mark.lab, pytest.mark.e2e]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from thinpipe.harness import channel as channel_module
 from thinpipe.harness import frame
 from thinpipe.harness.channel import Channel, Policy

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from typer.testing import CliRunner
+
 from thinpipe import cli
 from thinpipe.harness import (
     doctor,
@@ -34,7 +36,6 @@ from thinpipe.harness import (
 )
 from thinpipe.harness.errors import RunError, UserError
 from thinpipe.netem import probe
-from typer.testing import CliRunner
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli_help.txt"
 STEPS = 4
@@ -181,7 +182,7 @@ def test_help_is_fast_and_imports_nothing_heavy(tmp_path):
         "from thinpipe.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'pandas', 'matplotlib', 'pyarrow', 'pydantic', 'numpy', 'numba', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'pyarrow', 'pydantic', 'rich'} & set(sys.modules)\n"
         "print(time.process_time() - start, sorted(heavy), file=sys.stderr)"
     )
     done = subprocess.run(
@@ -253,11 +254,10 @@ def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp
     line = next(line for line in first.out.splitlines() if line.startswith("convergence") and "FP32" in line)
     assert line.split() == ["convergence", "FP32", "100", "100.0", "80.0", "2.00", "3.000", "3.500", "1/1"]
     assert len([line for line in first.out.splitlines() if line.startswith("timing")]) == 2
-    figures = [
-        line.removeprefix("figure: ") for line in first.err.splitlines() if line.startswith("figure: ")
-    ]
-    assert any("throughput_vs_bandwidth" in name for name in figures)
-    assert all(Path(name).stat().st_size > 0 for name in figures)
+    drawn = [line.removeprefix("figure: ") for line in first.err.splitlines() if line.startswith("figure: ")]
+    assert [Path(name).name for name in drawn] == ["loss_vs_step.png", "throughput_vs_bandwidth.png"]
+    assert all(Path(name).exists() for name in drawn)
+    assert "no figure boundary_error: " in first.err
     assert (tmp_path / "out" / "smoke" / "tables" / "runs.csv").exists()
     second = thinpipe("run", "smoke", "--results", "out")
     assert second.code == 0
@@ -271,9 +271,8 @@ def test_run_json_is_one_document_and_nothing_else(session):
     shown = thinpipe("run", "smoke", "--json")
     rows = json.loads(shown.out)
     assert [row["state"] for row in rows] == ["done"] * 4
-    assert {(row["part"], row["arm"]) for row in rows} == {
-        (part, arm) for part in ("convergence", "timing") for arm in ("FP32", "AQ-SGD fw4 bw8")
-    }
+    declared = [(part, arm) for part in ("convergence", "timing") for arm in ("FP32", "AQ-SGD fw4 bw8")]
+    assert [(row["part"], row["arm"]) for row in rows] == declared
     row = next(row for row in rows if row["part"] == "convergence")
     assert row["final_train_loss"] == 3.0
     assert row["step_time_s"] == 0.1
@@ -434,21 +433,34 @@ def test_tables_and_plot(session):
     assert data["rows"]["steps"] == 4 * 2 * STEPS
     assert all(Path(name).exists() for name in data["files"])
     assert len(data["files"]) == 2 * len(tables.TABLES)
-    drawn = json.loads(thinpipe("plot", "loss_vs_step", "smoke", "--json").out)["files"]
-    assert drawn
-    assert all("loss_vs_step" in name for name in drawn)
-    everything = thinpipe("plot", "smoke")
-    assert set(drawn) < set(everything.out.split())
+    drawn = json.loads(thinpipe("plot", "smoke", "--json").out)["files"]
+    assert [Path(name).stem for name in drawn] == ["loss_vs_step", "throughput_vs_bandwidth"]
+    assert thinpipe("plot", "loss_vs_time", "smoke").out == "results/smoke/figures/loss_vs_time.png\n"
+
+
+def test_real_figures(session, monkeypatch, tmp_path):
+    thinpipe("run", "smoke", "--only", "part=convergence")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    drawn = thinpipe("plot", "loss_vs_step", "smoke")
+    assert drawn.code == 0, drawn.err
+    assert {Path(name).suffix for name in drawn.out.split()} == {".png", ".pdf", ".svg"}
+    assert all("loss_vs_step" in name and Path(name).stat().st_size > 1000 for name in drawn.out.split())
     wrong = thinpipe("plot", "loss_vs_stop", "smoke")
     assert wrong.code == 2
     assert "Did you mean 'loss_vs_step'?" in wrong.err
+    impossible = thinpipe("plot", "throughput_vs_bandwidth", "smoke")
+    assert impossible.code == 2
+    assert "nothing to draw" in impossible.err
 
 
-def test_plot_of_a_figure_that_the_experiment_cannot_have(session):
-    thinpipe("run", "smoke", "--only", "part=convergence")
-    shown = thinpipe("plot", "throughput_vs_bandwidth", "smoke")
+def test_tables_that_cannot_be_built_hide_no_run(session):
+    thinpipe("run", "smoke", "--limit", "1")
+    (Path("results/runs") / session.ran[0] / "steps.rank0.parquet").unlink()
+    shown = thinpipe("run", "smoke", "--json")
     assert shown.code == 2
-    assert "nothing to draw" in shown.err
+    assert "steps.rank0.parquet" in shown.err
+    assert [row["state"] for row in json.loads(shown.out)] == ["done"] * 4
 
 
 def test_list():

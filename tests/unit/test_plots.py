@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -42,7 +43,7 @@ def drawn(tables) -> dict[str, Figure]:
     for name in FIGURES:
         ((stem, fig),) = load(name).figures(tables)
         assert stem == name
-        fig.draw_without_rendering()
+        FigureCanvasAgg(fig).draw()
         figures[name] = fig
     return figures
 
@@ -81,16 +82,22 @@ def test_the_six_figures_are_found():
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_written_in_three_formats_and_the_same_again(tables, tmp_path, name):
-    paths = load(name).draw(tables, tmp_path / "a")
+def test_a_figure_is_written_in_three_formats(tables, tmp_path, name):
+    paths = load(name).draw(tables, tmp_path / "new")
     assert [p.name for p in paths] == [f"{name}.{kind}" for kind in ("png", "pdf", "svg")]
     starts = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
     for path in paths:
         assert path.read_bytes().startswith(starts[path.suffix])
         assert path.stat().st_size > 5_000
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(p.name for p in paths)
-    for first, second in zip(paths, load(name).draw(tables, tmp_path / "b"), strict=True):
-        assert first.read_bytes() == second.read_bytes(), f"{first.name} differs from one drawing to the next"
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted(p.name for p in paths)
+
+
+def test_the_same_tables_give_the_same_bytes(tables, tmp_path):
+    module = load("throughput_vs_bandwidth")
+    for first, second in zip(
+        module.draw(tables, tmp_path / "a"), module.draw(tables, tmp_path / "b"), strict=True
+    ):
+        assert first.read_bytes() == second.read_bytes(), first.name
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -134,7 +141,7 @@ def test_every_axis_is_labelled_and_times_and_losses_carry_their_unit(drawn, nam
 @pytest.mark.parametrize("name", FIGURES)
 def test_nothing_is_clipped_and_no_legend_covers_a_panel(drawn, name):
     fig = drawn[name]
-    renderer = fig.canvas.get_renderer()
+    renderer = fig.canvas.get_renderer()  # drawn with Agg
     frame = fig.bbox
     panels = [ax.get_window_extent(renderer) for ax in fig.axes]
     boxes = [ax.get_tightbbox(renderer) for ax in fig.axes]

@@ -92,7 +92,8 @@ def step(rank, number, step_time_s, compute_s, codec_s=0.0, *, measured=True, lo
     }
 
 
-def span(rank, number, phase, between, microbatch=0, direction="forward"):
+def span(rank, number, phase, between, *key):
+    microbatch, direction = (*key, *(0, "forward")[len(key) :])
     return {
         "run_id": "r",
         "rank": rank,

@@ -10,7 +10,7 @@ VERSION = 1
 SUMMARY = "16-bit float, 11 significant bits, range up to 65504"
 SOURCE = "baseline"
 PARAMETERS = {"bits": {"place": "fixed", "value": 16}}
-CONTRACT = {"fp16": {"relative": 0.000489, "absolute": 0.00000003}}
+CONTRACT = {"fp16": {"relative": 0.000489, "absolute": 0.0, "floor": 3e-8, "largest": 65504.0}}
 
 
 class HalfPrecision(Half):

@@ -305,15 +305,17 @@ def _pattern(values, where, o, start, size, fresh, pattern):
                     pattern[first + i] = values[base + i]
     elif sm == 0:
         if fresh:
+            value = values[base]
             for i in range(pattern.size):
-                pattern[i] = values[base]
+                pattern[i] = value
     else:
         at = 0
         while at < size:
             segment = (start + at) // inner
             stop = min(size, (segment + 1) * inner - start)
+            value = values[base + segment]
             for i in range(at, stop):
-                pattern[i] = values[base + segment]
+                pattern[i] = value
             at = stop
 
 
