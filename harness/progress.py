@@ -10,9 +10,11 @@ corrected by how long the runs of this sweep have taken so far.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from thinpipe.harness.plan import Entry
@@ -105,6 +107,16 @@ class PlainProgress:
         pass
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C back while rich draws: cut short, it can no longer put the terminal right."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class BarProgress(PlainProgress):
     """A bar that stays at the bottom; what is worth keeping (failures, flags, waits) scrolls above it."""
 
@@ -121,6 +133,8 @@ class BarProgress(PlainProgress):
             TextColumn("{task.fields[left]}"),
             console=self.console,
             auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
             transient=True,
         )
         self.task = self.bar.add_task("", total=1.0, place="", left="")
@@ -128,11 +142,13 @@ class BarProgress(PlainProgress):
 
     def start(self, entries: Sequence[Entry]) -> None:
         super().start(entries)
-        self.bar.start()
+        with _undisturbed():
+            self.bar.start()
 
     def begin(self, entry: Entry) -> None:
         super().begin(entry)
-        self.bar.update(self.task, description=entry.name)
+        with _undisturbed():
+            self.bar.update(self.task, description=entry.name)
         self._show(0.0)
 
     def step(self, step: int, steps: int) -> None:
@@ -146,17 +162,20 @@ class BarProgress(PlainProgress):
         self._show(0.0)
 
     def say(self, message: str) -> None:
-        self.console.print(message, markup=False, soft_wrap=True)
+        with _undisturbed():
+            self.console.print(message, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
-        self.bar.stop()
+        with _undisturbed():
+            self.bar.stop()
 
     def _show(self, current: float) -> None:
         self.shown = time.monotonic()
         place = f"{min(len(self.eta.taken) + 1, len(self.eta.predicted))}/{len(self.eta.predicted)}"
         left = f"{duration(self.eta.remaining(current))} left"
-        self.bar.update(self.task, completed=self.eta.fraction(current), place=place, left=left)
-        self.bar.refresh()
+        with _undisturbed():
+            self.bar.update(self.task, completed=self.eta.fraction(current), place=place, left=left)
+            self.bar.refresh()
 
 
 def make() -> PlainProgress:

@@ -87,15 +87,22 @@ class Session:
 
     def check(self, specs: Iterable[RunSpec]) -> None:
         """Raise UserError for the first run that cannot work as asked, before anything starts."""
-        seen: set[str] = set()
+        trained: set[str] = set()
+        networks: set[str] = set()
         for spec in specs:
-            with _as_user_error():
-                topology_of(spec)
-            self._reachable(spec.network.rate_mbit)
+            if spec.network_id not in networks:
+                networks.add(spec.network_id)
+                self._reachable(spec.network.rate_mbit)
+                self._buildable(spec)
             key = f"{spec.train_id}/{spec.measure}"
-            if key not in seen:
-                seen.add(key)
+            if key not in trained:
+                trained.add(key)
                 self.launcher.check(spec)
+
+    def _buildable(self, spec: RunSpec) -> None:
+        """Bring the network up once and down again: what tc, the kernel or a missing privilege refuses shows now."""
+        with _as_user_error(), self.launcher.lab(topology_of(spec)):
+            pass
 
     def _reachable(self, rate_mbit: float | None) -> None:
         if rate_mbit is None or rate_mbit <= SURE_RATE_MBIT or self.allow_unreached:

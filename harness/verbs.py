@@ -14,6 +14,9 @@ from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.store import Store, explain_disk_full, rows
 
+# Its time says when an experiment's figures were last drawn, all of them.
+DRAWN = ".drawn"
+
 
 def planned(
     source: str, overrides: Sequence[str] | None, results: Path, *, only: str | None, limit: int | None
@@ -56,7 +59,7 @@ def run(
         try:
             built = _build(store, loaded.name)
             table = built["runs"].to_dict("records")
-            if result.executed or not (store.experiment_dir(loaded.name) / "figures").exists():
+            if not _drawn(store, result.plan):
                 drawn = _draw(store, loaded.name, built)
         except UserError as error:
             # The runs are done all the same, and whoever asked must learn how they ended.
@@ -153,12 +156,21 @@ def _build(store: Store, name: str) -> dict[str, Any]:
         return tables.build(store, name)
 
 
+def _drawn(store: Store, plan: plans.Plan) -> bool:
+    """Whether all figures were drawn since the last of the plan's runs ended."""
+    ends = [store.run_dir(entry.run_id) / "status.json" for entry in plan.entries if entry.status is not None]
+    mark = store.experiment_dir(plan.experiment) / "figures" / DRAWN
+    return mark.exists() and all(end.stat().st_mtime <= mark.stat().st_mtime for end in ends)
+
+
 def _draw(store: Store, name: str, built: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
     from thinpipe.harness import figures
 
     folder = store.experiment_dir(name) / "figures"
     with explain_disk_full(folder):
         written, skipped = figures.draw(built, folder, names)
+        if not names:
+            (folder / DRAWN).touch()
     for figure, why in skipped.items():
         say(f"no figure {figure}: {why}")
     return [str(path) for path in written]

@@ -16,6 +16,8 @@ from thinpipe.plots import _select as select
 from thinpipe.plots import style
 
 KINDS = ("training", "held-out")
+#: For captions: how seeds and intervals are shown.
+POINTS = "small points: seeds, large: their mean; bands"
 YLABELS = {
     "training": "training loss (nat, mean of an epoch)",
     "held-out": "held-out loss (nat a token)",
@@ -27,9 +29,7 @@ def curves(tables: select.Tables, kind: str, runs: pd.DataFrame) -> Curves:
     """run_id -> points (epoch, step, t_s, loss) of each run that has any; loss may become NaN at the end."""
     found = {}
     for run_id in runs["run_id"]:
-        points = (
-            _training(tables["steps"], run_id) if kind == "training" else _held_out(tables["evals"], run_id)
-        )
+        points = _training(tables["steps"], run_id) if kind == "training" else _held_out(tables["evals"], run_id)
         if not points.empty:
             found[run_id] = points
     return found
@@ -49,30 +49,23 @@ def _held_out(evals: pd.DataFrame, run_id: str) -> pd.DataFrame:
 
 def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> list[int]:
     """Draw every method of `runs` with loss against column `x` (step or t_s); return the numbers of seeds."""
-    arms = style.methods(runs["arm"])
-    # Times differ by method, steps do not: there the methods of an epoch stand side by side, close enough for
-    # their curves not to look shifted.
-    gap = 0.3 * min(curve["step"].min() for curve in found.values()) if x == "step" else 0.0
     counts = []
-    for i, arm in enumerate(arms):
-        shift = style.dodge(i, len(arms), gap)
-        counts += _method(ax, arm, runs[runs["arm"] == arm.label], found, kind=kind, x=x, shift=shift)
+    for arm in style.methods(runs["arm"]):
+        counts += _method(ax, arm, runs[runs["arm"] == arm.label], found, kind=kind, x=x)
     ax.set_title(f"{kind.capitalize()} loss")
     ax.set_ylabel(YLABELS[kind])
     _limit(ax, runs, found)
     return counts
 
 
-def _method(
-    ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, kind: str, x: str, shift: float
-) -> list[int]:
+def _method(ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, kind: str, x: str) -> list[int]:
     """Points of each seed, and the mean for as long as every seed goes on; return the numbers of seeds."""
     whole = []
     runs = runs[runs["run_id"].isin(found)]
     flagged = select.flagged(runs)
     for run, flag in zip(runs.itertuples(), flagged, strict=True):
         curve = found[run.run_id].dropna(subset=["loss"])
-        xs = list(curve[x] + shift)
+        xs = list(curve[x])
         style.seeds(ax, arm, xs, list(curve["loss"]), [flag] * len(xs))
         if run.state == "diverged" and xs:
             ax.plot(xs[-1], curve["loss"].iloc[-1], "x", color=arm.colour, markersize=9, zorder=5)
@@ -84,7 +77,7 @@ def _method(
     joined = pd.concat(whole).groupby("epoch").agg(n=("loss", "size"), x=(x, "mean"), loss=("loss", list))
     joined = joined[(joined["n"] == len(whole)).cummin()]
     bars = [select.bar(values) for values in joined["loss"]]
-    style.means(ax, arm, list(joined["x"] + shift), bars, [any(flagged)] * len(bars), size=4)
+    style.means(ax, arm, list(joined["x"]), bars, [any(flagged)] * len(bars), size=4, band=True)
     return [b.n for b in bars]
 
 

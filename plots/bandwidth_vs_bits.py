@@ -42,8 +42,9 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     arms = style.methods(runs["arm"])
     rates = [rate for rate, _ in runs.groupby("rate_mbit", dropna=False)]
     maps = 1 if baseline.empty else 2
-    size = (len(arms) * CELL_IN[0] + 0.8, len(rates) * CELL_IN[1] + 0.5)
-    fig = style.new_figure(maps, 1, (max(size[0], 4.0), size[1]), legend_in=0.0)
+    # At least wide enough for the titles, and high enough for the label of the rates.
+    size = (max(len(arms) * CELL_IN[0] + 0.8, 4.5), max(len(rates) * CELL_IN[1] + 0.5, 1.8))
+    fig = style.new_figure(maps, 1, size, legend_in=0.0)
     axes = fig.subplots(maps, 1, squeeze=False, sharex=True)[:, 0]
     counts = _map(axes[0], runs, arms, rates, _step_time)
     axes[0].set_title("Step time (s)")
@@ -54,9 +55,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
         text += " Speed-up: geometric mean of the ratios paired by seed."
     else:
         text += " No uncompressed arm in this part, so no speed-up."
-    axes[-1].set_xticks(
-        range(len(arms)), [arm.label for arm in arms], rotation=35, ha="right", rotation_mode="anchor"
-    )
+    axes[-1].set_xticks(range(len(arms)), [arm.label for arm in arms], rotation=35, ha="right", rotation_mode="anchor")
     text += " *: a run of the cell is flagged (runs.fidelity)." if any(select.flagged(runs)) else ""
     style.finish(fig, f"Step time by link rate and method, part {part}", text, [])
     return fig

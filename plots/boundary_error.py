@@ -18,9 +18,7 @@ SOURCE = "AC-SGD, arXiv 2206.01299, figure 1b"
 PARAMETERS: dict = {}
 REQUIRES = ("runs", "transfers")
 NAME = "boundary_error"
-COLUMNS = (
-    "tables transfers (epoch, boundary, direction, rel_error, mean_abs, mean_abs_change), runs (arm, seed)"
-)
+COLUMNS = "tables transfers (epoch, boundary, direction, rel_error, mean_abs, mean_abs_change), runs (arm, seed)"
 CARRIED = {"forward": "activation", "backward": "activation gradient"}
 ROWS = {
     "rel_error": "relative error |decoded - x| / |x|",
@@ -58,9 +56,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     points.loc[points["rel_error"] <= 0, "rel_error"] = float("nan")
     shown = points.dropna(subset=list(ROWS), how="all")
     if shown.empty:
-        raise select.nothing(
-            NAME, tables, f"runs of part {part!r} with compressed boundaries and sampled errors"
-        )
+        raise select.nothing(NAME, tables, f"runs of part {part!r} with compressed boundaries and sampled errors")
     places = sorted(
         set(zip(shown["boundary"], shown["direction"], strict=True)), key=lambda p: (p[0], p[1] != "forward")
     )
@@ -77,9 +73,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
             ax.set_xlim(shown["epoch"].min() - 0.5, shown["epoch"].max() + 0.5)
         row[0].set_ylabel(label)
     text = select.caption(tables, part, COLUMNS, counts, timing=False)
-    text += (
-        " Mean over the sampled steps of an epoch; exact transfers (error 0) not drawn; methods side by side."
-    )
+    text += " Mean over the sampled steps of an epoch; exact transfers (error 0) not drawn; methods side by side."
     handles = [*map(style.handle, arms), *style.notes(flagged=any(select.flagged(shown)))]
     style.finish(fig, f"What compression does at the boundaries, part {part}", text, handles)
     return fig
@@ -87,11 +81,9 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
 
 def _panel(ax: Axes, column: str, points: pd.DataFrame, arms: list[style.Method]) -> list[int]:
     """One line a method over epochs; return the numbers of seeds."""
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if points.empty:
-        ax.text(
-            0.5, 0.5, "no method with a memory", transform=ax.transAxes, ha="center", color=style.NOTE_COLOUR
-        )
+        ax.text(0.5, 0.5, "no method with a memory", transform=ax.transAxes, ha="center", color=style.NOTE_COLOUR)
         ax.set_yticks([])
         return []
     counts = []
@@ -101,10 +93,7 @@ def _panel(ax: Axes, column: str, points: pd.DataFrame, arms: list[style.Method]
             continue
         shift = style.dodge(i, len(arms), 1.0)
         style.seeds(ax, arm, list(own["epoch"] + shift), list(own[column]), select.flagged(own))
-        groups = [
-            (epoch + shift, select.bar(g[column]), any(select.flagged(g)))
-            for epoch, g in own.groupby("epoch")
-        ]
+        groups = [(epoch + shift, select.bar(g[column]), any(select.flagged(g))) for epoch, g in own.groupby("epoch")]
         xs, bars, flags = zip(*groups, strict=True)
         style.means(ax, arm, xs, bars, flags, size=4)
         counts += [bar.n for bar in bars]

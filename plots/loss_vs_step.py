@@ -43,8 +43,6 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
         counts += _curves.panel(ax, kind, "step", runs, found)
         ax.set_xlabel("optimizer steps")
-    text = (
-        select.caption(tables, part, COLUMNS, counts, timing=False) + " Methods side by side at each epoch."
-    )
+    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
     style.finish(fig, f"Loss against steps, part {part}", text + _curves.remark(runs), _curves.legend(runs))
     return fig

@@ -16,9 +16,7 @@ SOURCE = "AC-SGD, arXiv 2206.01299, figure 4"
 PARAMETERS: dict = {}
 REQUIRES = ("runs", "steps", "evals")
 NAME = "loss_vs_time"
-COLUMNS = (
-    "tables steps (step_time_s, train_loss), evals (t_s, eval_loss), runs (rate_mbit, arm, seed, fidelity)"
-)
+COLUMNS = "tables steps (step_time_s, train_loss), evals (t_s, eval_loss), runs (rate_mbit, arm, seed, fidelity)"
 
 
 def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
@@ -30,9 +28,7 @@ def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
     runs = select.trained(tables, NAME)
     runs = runs[runs["state"] != "foreign"]
     if runs.empty:
-        raise select.nothing(
-            NAME, tables, "a convergence run of this machine: times of another are not compared"
-        )
+        raise select.nothing(NAME, tables, "a convergence run of this machine: times of another are not compared")
     with style.context():
         parts = select.by_part(runs, NAME)
         return [(name, _figure(tables, part, runs)) for part, name, runs in parts]
@@ -57,6 +53,6 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
             ax.set_title(f"{ax.get_title()}, {where}")
             ax.set_xlabel("training time (s, evaluation left out)")
             ax.set_xlim(left=0)
-    text = select.caption(tables, part, COLUMNS, counts, timing=False) + _curves.remark(runs)
+    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS) + _curves.remark(runs)
     style.finish(fig, f"Loss against training time, part {part}", text, _curves.legend(runs))
     return fig

@@ -36,9 +36,7 @@ def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
     runs = select.timed(tables, NAME)
     runs = runs.dropna(subset=list(PHASES))
     if runs.empty:
-        raise select.nothing(
-            NAME, tables, "timing runs with spans (their wait and idle times come from these)"
-        )
+        raise select.nothing(NAME, tables, "timing runs with spans (their wait and idle times come from these)")
     with style.context():
         return [(name, _figure(tables, part, own)) for part, name, own in select.by_part(runs, NAME)]
 
@@ -47,14 +45,12 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     select.one_setting(runs, ["arm", "rate_mbit"])
     arms = style.methods(runs["arm"])
     rates = list(runs.groupby("rate_mbit", dropna=False))
-    fig = style.new_figure(1, len(rates), (0.42 * len(arms) + 0.9, 3.4))
+    fig = style.new_figure(1, len(rates), (max(0.42 * len(arms) + 0.9, 3.2 / len(rates)), 3.4))
     counts = []
     for ax, (rate, here) in zip(fig.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
         counts += [_bar(ax, x, here[here["arm"] == arm.label]) for x, arm in enumerate(arms)]
         ax.set_title(select.rate_text(rate, "Mbit/s"))
-        ax.set_xticks(
-            range(len(arms)), [arm.label for arm in arms], rotation=60, ha="right", rotation_mode="anchor"
-        )
+        ax.set_xticks(range(len(arms)), [arm.label for arm in arms], rotation=60, ha="right", rotation_mode="anchor")
         ax.grid(axis="x", visible=False)
         ax.set_ylim(bottom=0)
     fig.axes[0].set_ylabel("time of a step (s)")

@@ -176,9 +176,7 @@ def handle(m: Method) -> Line2D:
 def note(label: str, marker: str = "o", *, hollow: bool = False) -> Line2D:
     """A legend entry that explains a mark which is no method's."""
     face = "white" if hollow else NOTE_COLOUR
-    return Line2D(
-        [], [], color=NOTE_COLOUR, linestyle="none", marker=marker, markerfacecolor=face, label=label
-    )
+    return Line2D([], [], color=NOTE_COLOUR, linestyle="none", marker=marker, markerfacecolor=face, label=label)
 
 
 def dodge(index: int, count: int, gap: float) -> float:
@@ -191,22 +189,27 @@ def seeds(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], flagged
     for flag in (False, True):
         chosen = [(x, y) for x, y, f in zip(xs, ys, flagged, strict=True) if bool(f) is flag]
         if chosen:
-            look = (
-                {"markerfacecolor": "white", "markersize": 4.5}
-                if flag
-                else {"markersize": 3.0, "alpha": 0.55}
-            )
+            look = {"markerfacecolor": "white", "markersize": 4.5} if flag else {"markersize": 3.0, "alpha": 0.55}
             kx, ky = zip(*chosen, strict=True)
             ax.plot(kx, ky, m.marker, color=m.colour, zorder=5 if flag else 2, gid=f"seeds {m.label}", **look)
 
 
 def means(
-    ax: Axes, m: Method, xs: Sequence[float], bars: Sequence[Bar], flagged: Sequence[bool], *, size: float = 6
+    ax: Axes,
+    m: Method,
+    xs: Sequence[float],
+    bars: Sequence[Bar],
+    flagged: Sequence[bool],
+    *,
+    size: float = 6,
+    band: bool = False,
 ) -> None:
-    """The means over seeds, their line and bars; a mark is hollow where one of the runs is flagged."""
+    """The means over seeds, their line and bars (or a band, for curves); hollow where a run is flagged."""
     ys = [bar.mean for bar in bars]
     error = [[bar.mean - bar.low for bar in bars], [bar.high - bar.mean for bar in bars]]
-    if np.isfinite(error).any():
+    if band:
+        ax.fill_between(xs, [b.low for b in bars], [b.high for b in bars], color=m.colour, alpha=0.13, lw=0)
+    elif np.isfinite(error).any():
         ax.errorbar(xs, ys, yerr=error, fmt="none", color=m.colour, capsize=2, elinewidth=0.9, zorder=3)
     ax.plot(xs, ys, color=m.colour, dashes=m.dashes or (None, None), zorder=3, label=m.label)
     for flag in (False, True):

@@ -41,10 +41,7 @@ def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
                 counts += _line(ax, arm, runs[runs["arm"] == arm.label], positions, shift)
             _axes(ax, positions)
             handles = [*map(style.handle, arms), *style.notes(flagged=any(select.flagged(runs)))]
-            text = (
-                select.caption(tables, part, COLUMNS, counts, timing=True)
-                + " Methods side by side at each rate."
-            )
+            text = select.caption(tables, part, COLUMNS, counts, timing=True) + " Methods side by side at each rate."
             style.finish(fig, f"Throughput against link rate, part {part}", text, handles)
             drawn.append((name, fig))
     return drawn
@@ -79,9 +76,7 @@ def _line(
 
 def _axes(ax: Axes, positions: dict[float | None, float]) -> None:
     ax.set_xscale("log")
-    ax.set_xticks(
-        list(positions.values()), [select.rate_text(float("nan") if r is None else r) for r in positions]
-    )
+    ax.set_xticks(list(positions.values()), [select.rate_text(float("nan") if r is None else r) for r in positions])
     ax.minorticks_off()
     ax.set_xlabel("link rate set (Mbit/s, log scale)")
     ax.set_ylabel("throughput (samples/s)")

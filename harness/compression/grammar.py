@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -162,9 +162,9 @@ def _resolve(text: str) -> _Compressor:
     return _compressor(text, parse(text), ("codecs", "memories"))
 
 
-def _compressor(text: str, node: Node, kinds: tuple[str, ...]) -> _Compressor:
-    """Hold `node` against the plug-in of its name, which must be of one of `kinds`."""
-    plugin = _lookup(text, node, kinds)
+def _compressor(text: str, node: Node, kinds: tuple[str, ...], words: Sequence[str] = ()) -> _Compressor:
+    """Hold `node` against the plug-in of its name, of one of `kinds`; `words` could have stood here as well."""
+    plugin = _lookup(text, node, kinds, words)
     left = dict(node.options)
     items = list(node.items)
     values: dict[str, Any] = {}
@@ -194,12 +194,12 @@ def _compressor(text: str, node: Node, kinds: tuple[str, ...]) -> _Compressor:
     return _Compressor(plugin, MappingProxyType(values))
 
 
-def _lookup(text: str, node: Node, kinds: tuple[str, ...]) -> plugins.Plugin:
+def _lookup(text: str, node: Node, kinds: tuple[str, ...], words: Sequence[str]) -> plugins.Plugin:
     both = {kind: plugins.find(kind) for kind in ("codecs", "memories")}
     holders = [kind for kind, found in both.items() if node.name in found]
     if len(holders) > 1:
         raise UserError(f"a codec and a memory are both called {node.name!r}: rename one.")
-    valid = [name for kind in kinds for name in both[kind]]
+    valid = {name for kind in kinds for name in both[kind]} | set(words)
     if not holders:
         what = "compressor" if len(kinds) > 1 else "codec"
         raise _error(text, node.position, f"unknown {what} {node.name!r}.{near_miss(node.name, valid)}")
@@ -249,7 +249,8 @@ def _option(text: str, node: Node, name: str, entry: Mapping[str, Any], value: N
         return _compressor(given, parse(given), ("codecs",)) if is_codec else given
     word = entry.get("aliases", {}).get(value.name, value.name) if value.is_word else None
     if entry["type"] == "codec":
-        return word if word in entry.get("choices", ()) else _compressor(text, value, ("codecs",))
+        words = entry.get("choices", ())
+        return word if word in words else _compressor(text, value, ("codecs",), words)
     if word is None:
         raise _error(text, value.position, f"{name} takes a plain value, not a compressor")
     return _scalar(text, value.position, f"{node.name}'s {name}", entry, word)

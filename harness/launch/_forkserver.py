@@ -22,13 +22,15 @@ from typing import Any
 
 from thinpipe.harness.errors import UserError
 
+REAP_EVERY_S = 0.2  # ended labs are collected this often
+
 
 def serve(sock: socket.socket) -> None:
     """Answer requests until the other end closes."""
     for module in ("torch", "torch.distributed.pipelining", "thinpipe.harness.worker"):
         __import__(module)
     while True:
-        readable, _, _ = select.select([sock], [], [], 1.0)
+        readable, _, _ = select.select([sock], [], [], REAP_EVERY_S)
         _reap()
         if not readable:
             continue
@@ -79,6 +81,7 @@ def main() -> None:
     )  # Ctrl-C is the client's to handle; it then closes the socket
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         serve(sock)
+    os._exit(0)  # at once: nothing here needs the interpreter's slow farewell
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SHAPES = [
     (0, 4, 8), (3, 0, 5), (1,), (7,), (1, 1, 1), (3, 7), (2, 5, 9), (1, 1, 4097), (3, 2, 2049), (5, 300, 13),
     (4, 16, 128), (2, 3, 5, 7), (3, 2, 1, 1), (1, 16, 9, 9), (2, 3, 50, 50), (2, 2, 3, 2, 5),
 ]  # fmt: skip
+SCALES = ["channel", "token", "tensor"]
 GRIDS = {
     "nearest": Grid(1),
     "stochastic": Grid(1, stochastic=True),
@@ -38,7 +39,7 @@ def tensor(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Normal values of very different size by channel, with zeros, ties and one outlier."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if x.numel() > 4:
-        x *= torch.logspace(-6, 3, shape[-1])
+        x *= torch.logspace(-6, 0, shape[-1])
         flat = x.view(-1)
         flat[:: max(2, x.numel() // 3)] = 0.0
         flat[x.numel() // 2] *= 1e4
@@ -56,12 +57,12 @@ def both(x: torch.Tensor, scale: str, grid: Grid, key: int = 0x0123456789ABCDEF)
     return ours[:size].numpy().tobytes(), plain.numpy().tobytes()
 
 
-@pytest.mark.parametrize("kind", GRIDS)
-@pytest.mark.parametrize("scale", ["channel", "token", "tensor"])
-@pytest.mark.parametrize("bits", range(1, 9))
+# At 1 bit the symmetric grid's only level would be 0: the grammar refuses it.
+EVERY = [(k, s, b) for k in GRIDS for s in SCALES for b in range(1, 9) if b > 1 or not GRIDS[k].symmetric]
+
+
+@pytest.mark.parametrize(("kind", "scale", "bits"), EVERY)
 def test_bytes_and_values_are_those_of_the_reference(kind: str, scale: str, bits: int) -> None:
-    if bits == 1 and GRIDS[kind].symmetric:
-        return  # no such grid: its only level would be 0
     grid = grid_of(kind, bits)
     for shape in SHAPES:
         x = tensor(shape, seed=len(shape) * bits)
@@ -81,7 +82,7 @@ def test_random_shapes_scales_and_keys() -> None:
         shape = tuple(pick.choice([1, 2, 3, 5, 8, 17, 33]) for _ in range(pick.randint(1, 5)))
         kind = pick.choice(list(GRIDS))
         grid = grid_of(kind, pick.randint(2, 8))
-        ours, plain = both(tensor(shape, pick.random()), pick.choice(["channel", "token", "tensor"]), grid, pick.getrandbits(64))
+        ours, plain = both(tensor(shape, pick.getrandbits(30)), pick.choice(SCALES), grid, pick.getrandbits(64))
         assert ours == plain, (shape, grid)
 
 
@@ -110,7 +111,7 @@ def change_by_reference(
     return payload.numpy().tobytes(), value, value.to(torch.bfloat16).view(m.shape)
 
 
-@pytest.mark.parametrize(("kind", "scale"), itertools.product(GRIDS, ["channel", "token", "tensor"]))
+@pytest.mark.parametrize(("kind", "scale"), list(itertools.product(GRIDS, SCALES)))
 def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> None:
     for shape, bits in [((3, 5, 9), 3), ((2, 33, 64), 4), ((4, 7), 2), ((2, 3, 5, 5), 7), ((2, 1, 2500), 8), ((1, 1, 1), 5)]:
         grid = grid_of(kind, bits)
@@ -135,7 +136,7 @@ def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> N
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("scale", ["channel", "token", "tensor"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_a_non_finite_value_anywhere_is_found_before_anything_moves(bad: float, scale: str) -> None:
     shape = (3, 5, 67)
     where, grid = layout(shape, scale), Grid(4)
@@ -211,7 +212,7 @@ def test_warm_up_compiles_all_that_is_used() -> None:
     cpu.warm_up()
     entries = (fused.encode, fused.decode, fused.copy, fused.peak)
     before = [len(entry.signatures) for entry in entries]
-    for kind, scale in itertools.product(GRIDS, ["channel", "token", "tensor"]):
+    for kind, scale in itertools.product(GRIDS, SCALES):
         both(torch.randn(2, 3, 5).transpose(0, 1).contiguous(), scale, grid_of(kind, 3))
     test_copy_and_peak()
     assert [len(entry.signatures) for entry in entries] == before

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from thinpipe.netem import lab as lab_module
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.lab import Lab
@@ -124,8 +125,9 @@ def in_child(body):
     if pid == 0:
         try:
             ours.close()
-            body(theirs)
+            kept = body(theirs)  # a lab that nobody holds is closed
             time.sleep(60)
+            del kept
         finally:
             os._exit(1)
     theirs.close()
@@ -140,6 +142,7 @@ def test_killing_the_client_ends_its_labs():
             lab.spawn("p", 0, f"{HERE}:with_child", {})
             lab.event(10.0)
         sock.sendall(json.dumps([lab.pid for lab in labs]).encode())
+        return labs
 
     pid, sock = in_child(client)
     with sock:

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+
 from thinpipe.netem import calibrate, probe, qdisc, script, shaping, tools
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.lab import Lab
@@ -335,9 +336,7 @@ def test_a_hosts_script_applies_and_reverts(tmp_path):
     with Lab(Topology.mesh(2, LinkSpec())) as lab:
         steps = ["show", "apply", "apply", "show", "revert", "revert", "nonsense"]
         args = {"path": str(path), "steps": steps, "state": state}
-        before, applied, again, shown, reverted, twice, wrong = lab.call(
-            0, f"{HERE}:run_script", args, timeout_s=30.0
-        )
+        before, applied, again, shown, reverted, twice, wrong = lab.call(0, f"{HERE}:run_script", args, timeout_s=30.0)
     assert before[2] == ["pfifo", {"limit": 10000}, 65536]
     assert applied[0] == 0, applied[1]
     assert applied[2][0] == "htb"

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.lab import Event, Lab
 from thinpipe.netem.link import LinkSpec

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from thinpipe.netem.calibrate import calibrate, measure, predict_s
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.lab import Lab

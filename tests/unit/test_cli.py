@@ -267,6 +267,21 @@ def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp
     assert "figure" not in second.err
 
 
+def test_figures_cut_short_are_drawn_by_the_next_run(session, monkeypatch):
+    whole = figures.draw
+
+    def interrupted(*args):
+        whole(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "draw", interrupted)
+    assert thinpipe("run", "smoke").code == 130
+    monkeypatch.setattr(figures, "draw", whole)
+    assert "figure: " in thinpipe("run", "smoke").err
+    assert "figure: " not in thinpipe("run", "smoke").err
+    assert len(session.ran) == 4
+
+
 def test_run_json_is_one_document_and_nothing_else(session):
     shown = thinpipe("run", "smoke", "--json")
     rows = json.loads(shown.out)
@@ -550,7 +565,7 @@ def test_the_bar_of_a_terminal_ends_cleanly():
     ours, theirs = pty.openpty()
     process = drive("run", "smoke", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    text, sent, limit = "", False, time.monotonic() + 30
+    text, sent, limit = "", False, time.monotonic() + 120
     with contextlib.suppress(OSError):
         while time.monotonic() < limit:
             text += os.read(ours, 4096).decode(errors="replace")
@@ -558,7 +573,7 @@ def test_the_bar_of_a_terminal_ends_cleanly():
                 process.send_signal(signal.SIGINT)
                 sent = True
     os.close(ours)
-    assert process.wait(10) == 130
+    assert process.wait(10) == 130, text
     assert "1/4" in text
     assert "4 run(s) are left" in text
     assert "Traceback" not in text

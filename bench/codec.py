@@ -1,0 +1,184 @@
+"""Codec speed on one thread, as ratios measured in the same run: to plain torch, and to a memcpy of the tensor.
+
+    python bench/codec.py [--json] [--repeats N]
+
+Headline (0.5 and 16 MB float32, one scale a channel, buffers given; the worse of the two sizes):
+    vs_reference       fixpoint:4 encode + decode: time of reference.py / ours               at least 8
+    vs_memcpy          fixpoint:4 encode + decode: ours / np.copyto of the tensor            at most 6
+    channel_vs_memcpy  the same with frame and hash: encode, seal, unseal, decode
+Detail: every width, by scale, rounding, delta, and `vs_torch_nibbles`: a hand-written 4-bit torch version without the
+reference's bit matrix, the fairest opponent that stays in torch. Each number is a median over interleaved repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from thinpipe.harness import frame
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.compression.base import Compressor, Context
+from thinpipe.harness.compression.kernels import cpu, reference
+from thinpipe.harness.compression.kernels.layout import Grid, layout
+
+SHAPES = {"0.5MB": (4, 64, 512), "16MB": (4, 1024, 1024)}
+TEXTS = [
+    *(f"fixpoint:{bits}" for bits in range(1, 9)),
+    "fixpoint:4(scale=token)", "fixpoint:4(scale=tensor)", "fixpoint:4(rounding=stochastic)",
+    "fixpoint:4(preset=acsgd)", "delta(fixpoint:4)", "delta(fixpoint:2)", "delta(fixpoint:2, cache=fixpoint:8)",
+    "none", "bf16", "fp16",
+]  # fmt: skip
+
+
+class Case:
+    """A sender and a receiver of one compressor, with buffers as a channel has them."""
+
+    def __init__(self, text: str, x: torch.Tensor) -> None:
+        self.x, self.shape = x, tuple(x.shape)
+        self.sender: Compressor = grammar.build(text)
+        self.receiver: Compressor = grammar.build(text)
+        self.ctx = Context(self.shape, sample_ids=tuple(range(self.shape[0])))
+        self.buffer = torch.zeros(frame.HEADER_BYTES + self.sender.max_bytes(self.shape), dtype=torch.uint8)
+        self.view = memoryview(self.buffer.numpy())
+        self.body = self.buffer[frame.HEADER_BYTES :]
+        self.out = torch.zeros(self.shape)
+        self.header = frame.Header(
+            False, False, 0, 0, 0, frame.compressor_id(text), "float32", self.shape, frame.ids_hash(self.ctx.sample_ids)
+        )
+        self.n = 0
+        for _ in range(2):  # a memory's first visit is not what is measured
+            self.encode()
+            self.decode()
+
+    def encode(self) -> None:
+        self.n = self.sender.encode(self.x, self.ctx, self.body)
+
+    def decode(self) -> None:
+        self.receiver.decode(self.body[: self.n], self.ctx, self.out)
+
+    def channel(self) -> None:
+        self.encode()
+        frame.seal(self.view, self.header, self.n)
+        length, _ = frame.unseal(self.view, self.header)
+        self.receiver.decode(self.body[:length], self.ctx, self.out)
+
+
+def plain_torch(x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The reference's fixpoint:4."""
+    where, grid = layout(tuple(x.shape), "channel"), Grid(4)
+    payload, out = torch.zeros(grid.num_bytes(where), dtype=torch.uint8), torch.zeros(x.shape)
+
+    def encode() -> None:
+        reference.encode(x, where, grid, 0, payload)
+
+    def decode() -> None:
+        reference.decode(payload, where, grid, out)
+
+    return encode, decode
+
+
+def torch_nibbles(x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """4 bits in torch with as few passes as it takes: no bit matrix, in-place where that helps."""
+    flat = x.view(-1, x.shape[-1])
+    packed = torch.zeros((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
+    scale, out, work = torch.ones(flat.shape[1]), torch.zeros(flat.shape), torch.empty(flat.shape)
+
+    def encode() -> None:
+        low, high = torch.aminmax(flat, dim=0)
+        largest = torch.maximum(low.neg(), high)
+        assert bool(torch.isfinite(largest).all())
+        scale.copy_(largest)
+        torch.mul(flat, 8 / largest, out=work)
+        codes = work.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        torch.bitwise_or(codes[:, ::2] << 4, codes[:, 1::2], out=packed)
+
+    def decode() -> None:
+        out[:, ::2] = packed >> 4
+        out[:, 1::2] = packed & 15
+        out.sub_(8).mul_(scale / 8)
+
+    return encode, decode
+
+
+def medians(actions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Seconds of each action: median over rounds that run every action once."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for round_ in range(repeats + 2):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if round_ >= 2:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(shape: tuple[int, ...], repeats: int) -> dict[str, dict[str, float]]:
+    """By compressor: microseconds of encode and decode, and ratios to the memcpy of this size."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    source, target = x.numpy(), np.zeros(shape, np.float32)
+    actions: dict[str, Callable[[], None]] = {"memcpy": lambda: np.copyto(target, source)}
+    for name, (encode, decode) in {"reference": plain_torch(x), "torch_nibbles": torch_nibbles(x)}.items():
+        actions |= {f"{name} encode": encode, f"{name} decode": decode}
+    for text in TEXTS:
+        case = Case(text, x)
+        actions |= {f"{text} encode": case.encode, f"{text} decode": case.decode, f"{text} channel": case.channel}
+    found = medians(actions, repeats)
+    copy = found["memcpy"]
+    rows = {"memcpy": {"us": copy * 1e6}}
+    for name in ("reference", "torch_nibbles", *TEXTS):
+        encode, decode = found[f"{name} encode"], found[f"{name} decode"]
+        rows[name] = {"encode_us": encode * 1e6, "decode_us": decode * 1e6, "vs_memcpy": (encode + decode) / copy}
+        if name in TEXTS:
+            rows[name]["channel_vs_memcpy"] = found[f"{name} channel"] / copy
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--repeats", type=int, default=25, help="rounds, at least 10")
+    options = parser.parse_args()
+    if options.repeats < 10:
+        parser.error("--repeats must be at least 10")
+    torch.set_num_threads(1)
+    warm = cpu.warm_up()
+    sizes = {label: measure(shape, options.repeats) for label, shape in SHAPES.items()}
+    speedup = {
+        opponent: min(rows[opponent]["vs_memcpy"] / rows["fixpoint:4"]["vs_memcpy"] for rows in sizes.values())
+        for opponent in ("reference", "torch_nibbles")
+    }
+    result = {
+        "vs_reference": speedup["reference"],
+        "vs_memcpy": max(rows["fixpoint:4"]["vs_memcpy"] for rows in sizes.values()),
+        "channel_vs_memcpy": max(rows["fixpoint:4"]["channel_vs_memcpy"] for rows in sizes.values()),
+        "vs_torch_nibbles": speedup["torch_nibbles"],
+        "warm_up_s": warm,
+        "repeats": options.repeats,
+        "sizes": sizes,
+    }
+    print(json.dumps(result, indent=2) if options.json else as_text(result))
+
+
+def as_text(result: dict) -> str:
+    names = ("vs_reference", "vs_memcpy", "channel_vs_memcpy", "vs_torch_nibbles", "warm_up_s")
+    lines = [f"{name:20s} {result[name]:8.2f}" for name in names]
+    for label, rows in result["sizes"].items():
+        lines += ["", f"{label}: memcpy {rows['memcpy']['us']:.0f} us; encode and decode in us, ratios to memcpy"]
+        for name, row in rows.items():
+            if name != "memcpy":
+                channel = f"{row['channel_vs_memcpy']:7.2f}" if "channel_vs_memcpy" in row else ""
+                times = f"{row['encode_us']:10.0f} {row['decode_us']:10.0f}"
+                lines.append(f"  {name:38s} {times} {row['vs_memcpy']:8.2f} {channel}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

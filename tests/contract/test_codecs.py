@@ -1,0 +1,297 @@
+"""Every codec, found by itself, keeps the contract of base.Codec on the texts its CONTRACT names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from thinpipe.harness import plugins
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.compression.base import Codec, Compressor, Context
+from thinpipe.harness.compression.kernels.layout import layout
+from thinpipe.harness.errors import CodecError, DivergedError
+
+CASES: dict[str, dict[str, Any]] = {
+    text: bounds for plugin in plugins.find("codecs").values() for text, bounds in plugin.load().CONTRACT.items()
+}
+SHAPES = [(0, 4, 8), (2, 0, 3), (1,), (5,), (1, 1, 1), (3, 7), (2, 5, 9), (4, 16, 32), (2, 3, 5, 7), (2, 1, 2053)]
+GUARD = 0xA5
+every_text = pytest.mark.parametrize("text", CASES)
+
+
+def make(text: str, diagnose: bool = False) -> Compressor:
+    codec = grammar.build(text)
+    codec.diagnose = diagnose
+    return codec
+
+
+def sample(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def encode(codec: Compressor, x: torch.Tensor, ctx: Context | None = None) -> torch.Tensor:
+    """The payload, written amid guard bytes at an odd offset: it must be as long as was said, and no byte longer."""
+    shape = tuple(x.shape)
+    most, exact = codec.max_bytes(shape), codec.num_bytes(shape)
+    buffer = torch.full((most + 37,), GUARD, dtype=torch.uint8)
+    n = codec.encode(x, ctx or Context(shape, x.dtype), buffer[5 : 5 + most])
+    assert 0 <= n <= most
+    assert exact is None or n == exact
+    assert bool((buffer[:5] == GUARD).all() and (buffer[5 + most :] == GUARD).all()), "wrote outside its buffer"
+    return buffer[5 : 5 + n]
+
+
+def decode(codec: Compressor, payload: torch.Tensor, shape: tuple[int, ...], ctx: Context | None = None) -> torch.Tensor:
+    count = math.prod(shape)
+    buffer = torch.full((count + 16,), 123.0)
+    out = buffer[8 : 8 + count].view(shape)
+    assert codec.decode(payload, ctx or Context(shape), out) is out
+    assert bool((buffer[:8] == 123.0).all() and (buffer[8 + count :] == 123.0).all()), "wrote outside its tensor"
+    return out
+
+
+def round_trip(text: str, x: torch.Tensor) -> torch.Tensor:
+    return decode(make(text), encode(make(text), x), tuple(x.shape))
+
+
+def assert_within(text: str, x: torch.Tensor, decoded: torch.Tensor) -> None:
+    """|decoded - x| <= relative |x| + absolute max|x| + floor; 1e-35: what may count as zero."""
+    case = CASES[text]
+    assert bool(torch.isfinite(decoded).all())
+    if x.numel():
+        x = x.double()
+        allowed = case["relative"] * x.abs() + case["absolute"] * x.abs().max() + case.get("floor", 1e-35)
+        worst = ((decoded.double() - x).abs() - allowed).max().item()
+        assert worst <= 0, f"{text}: off by {worst:g} more than its contract says"
+
+
+def test_the_suite_covers_every_codec() -> None:
+    assert {grammar.parse(text).name for text in CASES} == set(plugins.find("codecs"))
+    for text in CASES:
+        assert isinstance(make(text), Codec)
+        assert make(text).state == "none"
+
+
+@every_text
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip(text: str, shape: tuple[int, ...]) -> None:
+    for x in (sample(shape), sample(shape).abs(), -sample(shape).abs()):
+        assert_within(text, x, round_trip(text, x))
+
+
+@every_text
+def test_what_is_not_dense_float32(text: str) -> None:
+    x = sample((6, 10, 8))
+    for strided in (x.transpose(0, 1), x[::2, 1:, ::3], x[..., :1].expand(6, 10, 4), x.clone().requires_grad_()):
+        assert torch.equal(encode(make(text), strided), encode(make(text), strided.detach().clone().contiguous()))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(encode(make(text), x.to(dtype)), encode(make(text), x.to(dtype).float()))
+
+
+@every_text
+def test_special_values(text: str) -> None:
+    shape = (2, 6, 8)
+    for x in (
+        torch.zeros(shape),
+        torch.full(shape, 3.0),
+        torch.full(shape, -0.75),
+        sample(shape) * 1e-39,
+        sample(shape) * 1e-20,
+        sample(shape) * 1e-7,
+        sample(shape) * 1e-3,
+    ):
+        assert_within(text, x, round_trip(text, x))
+    assert not bool(round_trip(text, torch.zeros(shape)).any()), "zero must stay zero"
+
+
+@every_text
+@pytest.mark.parametrize("size", [1e4, 1e9, 1e36, 3.38e38])
+def test_outliers_are_kept_or_refused(text: str, size: float) -> None:
+    x = sample((2, 6, 8)).clamp(-2, 2)
+    x[1, 2, 3], x[0, 0, 0] = size, -size
+    if size <= CASES[text].get("largest", math.inf):
+        assert_within(text, x, round_trip(text, x))
+    else:
+        with pytest.raises(CodecError, match=r"made a non-finite value from a finite one.*use|.*bf16"):
+            encode(make(text), x)
+
+
+@pytest.mark.parametrize("text", [text for text, case in CASES.items() if "largest" not in case])
+def test_the_largest_float_stays_finite(text: str) -> None:
+    x = torch.full((2, 3, 4), torch.finfo(torch.float32).max)
+    x[0] *= -1
+    assert bool(torch.isfinite(round_trip(text, x)).all())
+
+
+@every_text
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_value_is_divergence(text: str, bad: float) -> None:
+    for at in (0, 17, 2 * 5 * 9 - 1):
+        x = sample((2, 5, 9))
+        x.view(-1)[at] = bad
+        with pytest.raises(DivergedError, match="non-finite"):
+            encode(make(text), x)
+
+
+@every_text
+def test_both_ends_and_reruns_agree(text: str) -> None:
+    """The same message gives the same bytes from any instance; another message's key may change them."""
+    x = sample((3, 5, 9))
+    ctx = Context((3, 5, 9), step=4, microbatch=2, boundary=1, seed=7)
+    codec = make(text)
+    first = encode(codec, x, ctx).clone()
+    encode(codec, -x, Context((3, 5, 9), step=5))
+    assert torch.equal(encode(codec, x, ctx), first)
+    assert torch.equal(encode(make(text), x, ctx), first)
+    assert torch.equal(encode(make(text, diagnose=True), x, ctx), first), "diagnosing must not change what is sent"
+    stochastic = "stochastic" in text
+    others = (Context((3, 5, 9), step=4, microbatch=3, boundary=1, seed=7), Context((3, 5, 9), step=4, microbatch=2, seed=7))
+    assert all(torch.equal(encode(codec, x, other), first) != stochastic for other in others)
+
+
+@every_text
+def test_lengths(text: str) -> None:
+    codec = make(text)
+    for shape in SHAPES:
+        assert encode(codec, sample(shape)).numel() <= codec.max_bytes(shape)
+    configured = grammar.bits(text)
+    if configured is not None:
+        large = codec.max_bytes((8, 64, 512))
+        assert 8 * large / (8 * 64 * 512) == pytest.approx(configured, abs=0.04), "16 bits a scale, here one for 512 elements"
+
+
+@every_text
+def test_a_payload_of_another_length_is_refused(text: str) -> None:
+    shape = (2, 5, 9)
+    payload = encode(make(text), sample(shape))
+    for wrong in (payload[:-1], payload[:1], payload[:0], torch.cat([payload, payload[:1]])):
+        with pytest.raises(CodecError, match="malformed"):
+            decode(make(text), wrong, shape)
+
+
+@every_text
+def test_any_bytes_decode_to_something_finite_or_are_refused(text: str) -> None:
+    shape = (2, 5, 9)
+    n = encode(make(text), sample(shape)).numel()
+    generator = torch.Generator().manual_seed(0)
+    refused = 0
+    for _ in range(100):
+        payload = torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
+        try:
+            assert bool(torch.isfinite(decode(make(text), payload, shape)).all())
+        except CodecError:
+            refused += 1
+    assert refused > 0
+
+
+@every_text
+def test_diagnostics(text: str) -> None:
+    codec, shape = make(text, diagnose=True), (4, 8, 16)
+    x = sample(shape)
+    decoded = decode(codec, encode(codec, x), shape)
+    found = codec.diagnostics
+    assert found["rel_error"] == pytest.approx(((decoded - x).norm() / x.norm()).item(), rel=1e-4, abs=1e-9)
+    assert 0.0 <= found.get("clip_fraction", 0.0) <= 1.0
+
+
+@pytest.mark.parametrize("text", [text for text, case in CASES.items() if case.get("unbiased")])
+def test_stochastic_rounding_is_unbiased(text: str) -> None:
+    """Mean of 4000 draws against x, in standard errors, on values that no level and no clip touches."""
+    shape, draws = (1, 4, 16), 4000
+    x = sample(shape, 3).clamp(-1, 1) * 0.5
+    x[0, 0] = 1.0  # the scale of every channel
+    x[0, 0, ::2] = -1.0
+    inside = torch.ones(shape, dtype=torch.bool)
+    inside[0, 0] = False
+    codec = make(text)
+    total, squares = torch.zeros(shape, dtype=torch.double), torch.zeros(shape, dtype=torch.double)
+    for step in range(draws):
+        ctx = Context(shape, step=step)
+        decoded = decode(codec, encode(codec, x, ctx), shape, ctx).double()
+        total, squares = total + decoded, squares + decoded**2
+    mean = total / draws
+    error = ((squares / draws - mean**2).clamp(min=1e-12) / draws).sqrt()
+    z = ((mean - x) / error)[inside]
+    assert z.abs().max() < 4.5
+    assert abs(z.mean().item()) < 4.5 / math.sqrt(z.numel())
+    assert bool((error[inside] > 1e-6).any()), "it must really have been random"
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("scale", ["channel", "token", "tensor"])
+def test_fixpoint_scale_groups_and_error(bits: int, scale: str) -> None:
+    """In each group of one scale the error is at most half a step, a whole one where the positive end is clipped."""
+    for shape in [(3, 7, 16), (5, 16), (2, 6, 5, 4)]:
+        x = sample(shape, bits)
+        axes = {
+            ("channel", 2): [0], ("channel", 3): [0, 1], ("channel", 4): [0, 2, 3],
+            ("token", 2): [1], ("token", 3): [2], ("token", 4): [1],
+        }.get((scale, len(shape)), list(range(len(shape))))  # fmt: skip
+        largest = x.abs().amax(dim=axes, keepdim=True)
+        text = f"fixpoint:{bits}(scale={scale})"
+        assert grammar.build(text).num_bytes(shape) == 2 * largest.numel() + math.ceil(x.numel() * bits / 8)
+        step = largest * (1 + 2**-7) / 2 ** (bits - 1)
+        error = (round_trip(text, x) - x).abs()
+        top = x > largest - step
+        assert bool((error <= torch.where(top, step, step / 2) * 1.00001).all())
+        assert error.mean() > 0
+
+
+def test_our_default_keeps_what_the_published_form_loses() -> None:
+    """Small gradients: the published epsilon and fp16 scale shrink them; the default is scale-free down to 1e-35."""
+    x = sample((4, 32, 64))
+
+    def gain(text: str, size: float) -> float:
+        y = x * size
+        return ((round_trip(text, y).double() * y.double()).sum() / y.double().square().sum()).item()
+
+    unit = gain("fixpoint:8", 1.0)
+    assert unit == pytest.approx(1.0, abs=2e-3)
+    for size in (1e-6, 1e-8, 1e-30):
+        assert gain("fixpoint:8", size) == pytest.approx(unit, abs=1e-3)
+    assert gain("fixpoint:8(preset=acsgd)", 1e-6) < 0.9
+    assert gain("fixpoint:8(preset=acsgd)", 1e-8) < 0.2
+    assert_within("fixpoint:8", x * 1e5, round_trip("fixpoint:8", x * 1e5))
+
+
+def literal_acsgd(x: torch.Tensor, bits: int) -> tuple[bytes, bytes, torch.Tensor]:
+    """The published arithmetic written out one number at a time, after its description: (scales, codes, decoded)."""
+    mb, sequence, width = x.shape
+    n = 2 ** (bits - 1)
+    scale = torch.tensor(
+        [max(abs(x[b, s, c].item()) for b in range(mb) for s in range(sequence)) for c in range(width)]
+    ).half()
+    stream, decoded = "", torch.zeros_like(x)
+    for b, s, c in itertools.product(range(mb), range(sequence), range(width)):
+        y = x[b, s, c] / (scale[c].float() + 1e-6) * n
+        code = min(max(int(torch.round(y).item()), -n), n - 1) + n
+        stream += format(code, f"0{bits}b")
+        decoded[b, s, c] = torch.tensor((code - n) / n) * scale[c].float()
+    stream += "0" * (-len(stream) % 8)
+    packed = bytes(int(stream[i : i + 8], 2) for i in range(0, len(stream), 8))
+    return scale.numpy().tobytes(), packed, decoded
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_acsgd_preset_against_the_published_arithmetic(bits: int) -> None:
+    for seed, size in enumerate((1.0, 30.0, 1e-4, 1e-6, 5e-8)):
+        x = sample((2, 3, 7), seed) * size
+        x[0, 0, 0], x[0, 0, 1] = 0.0, x[:, :, 1].abs().max() * 1.5
+        scales, codes, decoded = literal_acsgd(x, bits)
+        text = f"fixpoint:{bits}(preset=acsgd)"
+        assert encode(make(text), x).numpy().tobytes() == scales + codes
+        assert torch.equal(round_trip(text, x), decoded)
+
+
+def test_layouts_reach_every_scale() -> None:
+    for shape, scale in itertools.product(SHAPES, ["channel", "token", "tensor"]):
+        where = layout(shape, scale)
+        used = {
+            o * where.so + m * where.sm + i * where.si
+            for o, m, i in itertools.product(range(where.outer), range(where.middle), range(where.inner))
+        }
+        assert used == set(range(where.num_scales))
+        assert where.numel == math.prod(shape) or where.num_scales == 0
