@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/thinpipe run quickstart --plot
+	$(BIN)/thinpipe run quickstart
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)

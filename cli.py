@@ -115,9 +115,7 @@ def run(
     overrides: SetOption = None,
     results: ResultsOption = RESULTS,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also repeat failed runs.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Repeat every chosen run, also finished ones.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Repeat every chosen run, also finished ones.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failed run.")] = False,
     limit: LimitOption = None,
     only: OnlyOption = None,
@@ -202,18 +200,10 @@ def plot(
 
 @command(net, "script")
 def net_script(
-    addresses: Annotated[
-        list[str], typer.Argument(metavar="ADDRESS...", help="IPv4 address of each host, in order.")
-    ],
-    host: Annotated[
-        int, typer.Option("--host", metavar="I", help="Number of the host it is for, from 0.")
-    ] = 0,
-    interface: Annotated[
-        str, typer.Option("--interface", metavar="NAME", help="The host's interface.")
-    ] = "eth0",
-    rate_mbit: Annotated[
-        float | None, typer.Option("--rate-mbit", metavar="R", help="Rate of every link.")
-    ] = None,
+    addresses: Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="IPv4 address of each host, in order.")],
+    host: Annotated[int, typer.Option("--host", metavar="I", help="Number of the host it is for, from 0.")] = 0,
+    interface: Annotated[str, typer.Option("--interface", metavar="NAME", help="The host's interface.")] = "eth0",
+    rate_mbit: Annotated[float | None, typer.Option("--rate-mbit", metavar="R", help="Rate of every link.")] = None,
 ) -> None:
     """Print what shapes one real host as a shell script: the same tc text that the lab runs."""
     from thinpipe.harness import verbs

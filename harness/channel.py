@@ -78,7 +78,7 @@ class Channel:
         self.shape, self.seed, self.recorder, self.policy = shape, seed, recorder, policy
         size = frame.HEADER_BYTES + max(c.max_bytes(shape) for c in self.compressors.values())
         self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(microbatches)]
-        self._views = [memoryview(buffer.numpy()) for buffer in self._buffers]
+        self._views = [buffer.numpy().data for buffer in self._buffers]
         self._decoded = [] if sends else [torch.zeros(shape) for _ in range(microbatches)]
         self._works: list[Any] = []
         self._tag = 2 * boundary + (direction == "backward")

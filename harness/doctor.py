@@ -51,9 +51,7 @@ def _python() -> Check:
 
 def _package(name: str) -> Check:
     version = manifest.version(name)
-    return _check(
-        name, version is not None, version or "not installed", "install thinpipe again with its dependencies"
-    )
+    return _check(name, version is not None, version or "not installed", "install thinpipe again with its dependencies")
 
 
 def _cores() -> Check:
@@ -94,6 +92,4 @@ def _timing_lock() -> Check:
         return _check("timing lock", False, str(error), f"remove {lock.PATH}, or make it readable")
     if info is None:
         return _check("timing lock", True, "free", "")
-    return _check(
-        "timing lock", False, lock.describe(info), "a sweep started now will wait for it", required=False
-    )
+    return _check("timing lock", False, lock.describe(info), "a sweep started now will wait for it", required=False)

@@ -101,23 +101,17 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     return expand(data, overrides, where=where)
 
 
-def expand(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "experiment"
-) -> Experiment:
+def expand(data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "experiment") -> Experiment:
     """Expand declared data (as TOML gives it) into an Experiment. Pure but for reading plug-ins' literals."""
     _known(data, TOP_KEYS, where)
     changes = dict(parse_override(text) for text in overrides)
     name = changes.pop("name", data.get("name"))
     seeds = changes.pop("seeds", None)
     if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
-        raise UserError(
-            f"{where}: `name` must be a word of letters, digits, . _ - (and not `runs`), got {name!r}."
-        )
+        raise UserError(f"{where}: `name` must be a word of letters, digits, . _ - (and not `runs`), got {name!r}.")
     declared = _tables(data, "part", where)
     if not declared:
-        raise UserError(
-            f"{where}: there is no [[part]], so there is nothing to run. Add one with name, base and arm."
-        )
+        raise UserError(f"{where}: there is no [[part]], so there is nothing to run. Add one with name, base and arm.")
     changes = {key: _value(key, value, "--set") for key, value in changes.items()}
     parts = []
     for item in declared:
@@ -176,9 +170,7 @@ def _arms(data: Any, axes: Mapping[str, Any], changes: Settings, where: str) -> 
         own = flatten({key: value for key, value in item.items() if key != "label"}, f"{where} arm {label!r}")
         for key in own:
             if key in axes:
-                raise UserError(
-                    f"{where}: {key} is an axis and is also set by arm {label!r}. Keep one of them."
-                )
+                raise UserError(f"{where}: {key} is an axis and is also set by arm {label!r}. Keep one of them.")
             if key in changes:
                 raise UserError(
                     f"--set {key}: arm {label!r} of {where} sets it, so its label would be untrue. "
@@ -186,9 +178,7 @@ def _arms(data: Any, axes: Mapping[str, Any], changes: Settings, where: str) -> 
                 )
         arms.append((label, own))
     if not arms:
-        raise UserError(
-            f"{where}: there is no arm. Add [[arm]] or [[part.arm]] with a label and its settings."
-        )
+        raise UserError(f"{where}: there is no arm. Add [[arm]] or [[part.arm]] with a label and its settings.")
     _unique([label for label, _ in arms], f"{where}: arm label")
     return arms
 
@@ -314,9 +304,7 @@ def _read(source: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the experiment file {source}: {error}") from None
     if source not in known:
-        raise UserError(
-            f"unknown experiment {source!r}.{near_miss(source, known)} Or give the path of a TOML file."
-        )
+        raise UserError(f"unknown experiment {source!r}.{near_miss(source, known)} Or give the path of a TOML file.")
     return source, known[source]
 
 
@@ -327,9 +315,7 @@ def _from_run(where: str, text: str) -> dict[str, Any]:
         spec = dict(stored["spec"])
         run_id = str(stored["run_id"])
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{where} is not a stored run: it needs `run_id` and `spec`, as run.json has them."
-        ) from None
+        raise UserError(f"{where} is not a stored run: it needs `run_id` and `spec`, as run.json has them.") from None
     seed = spec.pop("seed", 0)
     name = f"run-{run_id}"
     part = {"name": "run", "seeds": [seed], "base": spec, "arm": [{"label": run_id}]}

@@ -27,9 +27,7 @@ LIMIT_S = 7 * 24 * 3600.0
 
 
 @contextlib.contextmanager
-def hold(
-    experiment: str, results: Path, say: Callable[[str], None], *, limit_s: float | None = None
-) -> Iterator[None]:
+def hold(experiment: str, results: Path, say: Callable[[str], None], *, limit_s: float | None = None) -> Iterator[None]:
     """Hold the lock; wait for it as long as `limit_s` (default LIMIT_S), saying for whom, at once and every
     minute.
 
@@ -120,9 +118,7 @@ def _open(path: Path) -> int:
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             try:
-                handle = os.open(
-                    path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-                )
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except FileExistsError:
                 continue
             except OSError as error:
@@ -138,9 +134,7 @@ def _open(path: Path) -> int:
             os.close(handle)
             raise UserError(f"the timing lock {path} is not a plain file. Remove it.")
         return handle
-    raise UserError(
-        f"cannot open the timing lock {path}: it must be readable and writable for everyone (chmod 666)."
-    )
+    raise UserError(f"cannot open the timing lock {path}: it must be readable and writable for everyone (chmod 666).")
 
 
 def _read(handle: int) -> dict[str, Any]:

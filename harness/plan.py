@@ -155,11 +155,7 @@ class _Times:
         walls: dict[str, list[float]] = {}
         for entry in entries:
             status = store.status(entry.run_id)
-            if (
-                status is not None
-                and status["state"] == "done"
-                and status.get("machine") == manifest.machine_id()
-            ):
+            if status is not None and status["state"] == "done" and status.get("machine") == manifest.machine_id():
                 walls.setdefault(entry.cell, []).append(status["wall_s"])
         self.measured = {cell: statistics.median(values) for cell, values in walls.items()}
 
@@ -173,9 +169,7 @@ def _select(entries: list[Entry], text: str) -> list[Entry]:
     if not chosen:
         parts = sorted({part for entry in entries for part, _ in entry.uses})
         arms = sorted({arm for entry in entries for _, arm in entry.uses})
-        raise UserError(
-            f"--only {text!r} matches no run. Parts: {', '.join(parts)}. Arms: {', '.join(arms)}."
-        )
+        raise UserError(f"--only {text!r} matches no run. Parts: {', '.join(parts)}. Arms: {', '.join(arms)}.")
     return chosen
 
 

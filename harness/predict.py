@@ -69,9 +69,7 @@ def _training_s(spec: RunSpec) -> float:
     count = steps(spec)
     if spec.measure == "timing":
         cold, last = spec.timing.batches, last_change(spec)
-        return cold * step_s(spec, last, first_visit=True) + (count - cold) * step_s(
-            spec, last, first_visit=False
-        )
+        return cold * step_s(spec, last, first_visit=True) + (count - cold) * step_s(spec, last, first_visit=False)
     per_epoch = _steps_per_epoch(spec)
     return sum(
         step_s(spec, epoch, first_visit=epoch == 0) * min(per_epoch, count - epoch * per_epoch)

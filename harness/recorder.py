@@ -71,7 +71,7 @@ class Recorder:
 
     def write_shards(self, folder: Path) -> None:
         """Write `<table>.rank<r>.parquet` for every table. pyarrow is imported here: it starts threads."""
-        from thinpipe.harness import tables
+        from thinpipe.harness import shards
 
         for table, rows in self.rows.items():
-            tables.write_shard(table, rows, folder / f"{table}.rank{self.rank}.parquet")
+            shards.write_shard(table, rows, folder / f"{table}.rank{self.rank}.parquet")

@@ -3,8 +3,8 @@
 The unit of replication is a run: values go in one a seed, never one a step. Every function says what it does
 with too few values, and none drops a value silently.
 
->>> interval([2.0, 2.2, 2.4], level=0.95).mean
-2.2
+>>> interval([2.0, 3.0, 4.0], level=0.95).mean
+3.0
 """
 
 from __future__ import annotations

@@ -145,9 +145,7 @@ class Store:
         with explain_disk_full(folder):
             self._make(folder)
         described = {"run_id": spec.run_id, "train_id": spec.train_id, "cell_id": spec.cell_id}
-        write_json(
-            folder / "run.json", {**described, "plugins": spec.plugin_versions(), "spec": spec.canonical()}
-        )
+        write_json(folder / "run.json", {**described, "plugins": spec.plugin_versions(), "spec": spec.canonical()})
         return folder
 
     def _make(self, folder: Path) -> None:
@@ -160,9 +158,7 @@ class Store:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            raise UserError(
-                f"{folder} is on a read-only file system. Give another folder with --results."
-            ) from None
+            raise UserError(f"{folder} is on a read-only file system. Give another folder with --results.") from None
 
     def finish(self, run_id: str, status: Mapping[str, Any]) -> None:
         """Write status.json, the last file of a run; from then on the run is finished."""
@@ -216,9 +212,7 @@ class Store:
         if not path.exists():
             return []
         data = read_json(path)
-        if not isinstance(data, list) or not all(
-            isinstance(row, dict) and set(ROW) <= set(row) for row in data
-        ):
+        if not isinstance(data, list) or not all(isinstance(row, dict) and set(ROW) <= set(row) for row in data):
             raise UserError(
                 f"{path} is damaged. Delete it and `thinpipe run` the experiment again: done runs are kept."
             )

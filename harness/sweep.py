@@ -102,11 +102,7 @@ def execute(
     try:
         with lock.hold(plan.experiment, store.root, progress.say):
             now = plan.refreshed(store)
-            entries = [
-                entry
-                for entry in now.todo(retry_failed=retry_failed, force=force)
-                if not _changed(entry, plan)
-            ]
+            entries = [entry for entry in now.todo(retry_failed=retry_failed, force=force) if not _changed(entry, plan)]
             if entries:
                 with session() as runner:
                     runner.check([entry.spec for entry in entries])

@@ -6,16 +6,15 @@
 Both have the columns of metrics.TABLES, in that order, whether or not there are rows. Nothing is filled in or
 left out silently: a shard that a finished run should have and has not is an error.
 
->>> schema("evals").names[:3]
-['run_id', 'epoch', 'step']
+>>> TABLES
+('runs', 'steps', 'transfers', 'evals')
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,13 +25,13 @@ import pyarrow.parquet as pq
 from thinpipe.harness import metrics, summary
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.shards import replace, schema, to_arrow
 from thinpipe.harness.spec import RunSpec
 
 SHARDS = ("steps", "transfers", "evals", "spans")
 #: The tables of an experiment. Spans stay with their run: they are its trace, and many.
 TABLES = ("runs", "steps", "transfers", "evals")
 TIMED = ("timing", "full")
-ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 
 
 class Results(Protocol):
@@ -47,29 +46,6 @@ class Results(Protocol):
     def spec(self, run_id: str) -> RunSpec: ...
 
     def experiment_dir(self, name: str) -> Path: ...
-
-
-def schema(table: str) -> pa.Schema:
-    """The fixed arrow schema of `table`: int64, float64, string or bool, in the order of metrics.TABLES."""
-    return pa.schema([(name, ARROW[column.type]) for name, column in metrics.TABLES[table].items()])
-
-
-def write_shard(table: str, rows: list[dict[str, Any]], path: Path) -> None:
-    """Write `rows` as one parquet file by atomic rename; zero rows make a file with the same schema.
-
-    Raises KeyError or TypeError (metrics.check) where a row is not one of `table`, OSError where the disk
-    refuses; `path` is then as it was.
-    """
-    content = to_arrow(table, rows)
-    _replace(path, functools.partial(pq.write_table, content))
-
-
-def to_arrow(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Checked rows as an arrow table with the schema of `table`."""
-    checked = list(rows)
-    for row in checked:
-        metrics.check(table, row)
-    return pa.Table.from_pylist(checked, schema=schema(table))
 
 
 def to_frame(table: str, content: pa.Table) -> pd.DataFrame:
@@ -197,9 +173,7 @@ def run_row(
     }
 
 
-def _moved(
-    run_id: str, state: str, totals: Mapping[str, Any], shards: Mapping[str, pa.Table]
-) -> dict[str, Any]:
+def _moved(run_id: str, state: str, totals: Mapping[str, Any], shards: Mapping[str, pa.Table]) -> dict[str, Any]:
     """Steps and bytes, counted from the shards and held against what the runner counted in a finished run."""
     counted: dict[str, Any] = {"steps": len(set(shards["steps"].column("step").to_pylist()))}
     for name in ("raw_bytes", "payload_bytes", "frame_bytes"):
@@ -257,16 +231,6 @@ def _write(folder: Path, tables: Mapping[str, pa.Table]) -> dict[str, pd.DataFra
     frames = {}
     for table, content in tables.items():
         frame = frames[table] = to_frame(table, content)
-        _replace(folder / f"{table}.parquet", functools.partial(pq.write_table, content))
-        _replace(folder / f"{table}.csv", functools.partial(frame.to_csv, index=False))
+        replace(folder / f"{table}.parquet", functools.partial(pq.write_table, content))
+        replace(folder / f"{table}.csv", functools.partial(frame.to_csv, index=False))
     return frames
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then move it there: readers see the old file or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

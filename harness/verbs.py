@@ -83,9 +83,7 @@ def closing(result: sweep.Result) -> list[str]:
     plan, counts = result.plan, result.plan.counts()
     lines = [f"failed: {entry.name} ({entry.run_id}): {entry.note}" for entry in result.failed]
     if lines:
-        lines.append(
-            f"{len(lines)} run(s) failed: `thinpipe show RUN_ID` says more, --retry-failed repeats them."
-        )
+        lines.append(f"{len(lines)} run(s) failed: `thinpipe show RUN_ID` says more, --retry-failed repeats them.")
     for state, why in (
         ("stale", "a plug-in's source has changed since"),
         ("foreign", "made on another machine"),

@@ -140,9 +140,7 @@ def status(store: Store, name: str, holder: Mapping[str, Any] | None) -> dict[st
         if found is None and store.begun(row["run_id"]):
             open_runs.append(row)
         if found and found["state"] in ("failed", "diverged"):
-            failures.append(
-                {**_brief(row), "state": found["state"], "error": _first_line(found.get("error"))}
-            )
+            failures.append({**_brief(row), "state": found["state"], "error": _first_line(found.get("error"))})
     running = _running(store, name, open_runs, holder)
     listed = list(states.values())
     return {

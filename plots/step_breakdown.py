@@ -61,7 +61,8 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     marks = [style.note("step time, a seed"), *style.notes(flagged=any(select.flagged(runs)))]
     seen = [n for n in counts if n]
     text = select.caption(tables, part, COLUMNS, seen, timing=True, points="points: seeds; bars")
-    text += " Stacks: means over ranks of medians over steps, then over seeds. Scales differ between panels."
+    text += " Stacks: means over ranks of medians over steps, then over seeds."
+    text += " Scales differ between panels." if len(rates) > 1 else ""
     style.finish(fig, f"Where a step's time goes, part {part}", text, [*reversed(patches), *marks])
     return fig
 

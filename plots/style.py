@@ -208,7 +208,7 @@ def means(
     ys = [bar.mean for bar in bars]
     error = [[bar.mean - bar.low for bar in bars], [bar.high - bar.mean for bar in bars]]
     if band:
-        ax.fill_between(xs, [b.low for b in bars], [b.high for b in bars], color=m.colour, alpha=0.13, lw=0)
+        ax.fill_between(xs, [b.low for b in bars], [b.high for b in bars], color=m.colour, alpha=0.09, lw=0)
     elif np.isfinite(error).any():
         ax.errorbar(xs, ys, yerr=error, fmt="none", color=m.colour, capsize=2, elinewidth=0.9, zorder=3)
     ax.plot(xs, ys, color=m.colour, dashes=m.dashes or (None, None), zorder=3, label=m.label)

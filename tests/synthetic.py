@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from thinpipe.harness import tables
+from thinpipe.harness import shards, tables
 from thinpipe.harness.manifest import machine_id
 from thinpipe.harness.spec import RunSpec, parse
 from thinpipe.harness.store import Store
@@ -91,12 +91,10 @@ def write_run(store: Store, spec: RunSpec, key: tuple[str, str, float, int]) -> 
     state = {FAILED: "failed", DIVERGED: "diverged"}.get(key, "done")
     for rank in range(2):
         mine = {table: [r for r in rows[table] if r.get("rank", 1) == rank] for table in rows}
-        lines = [
-            json.dumps({"table": table, **row}) for table in mine for row in mine[table] if table != "spans"
-        ]
+        lines = [json.dumps({"table": table, **row}) for table in mine for row in mine[table] if table != "spans"]
         (folder / f"rank{rank}.jsonl").write_text("".join(line + "\n" for line in lines))
         for table, content in mine.items() if state == "done" else ():
-            tables.write_shard(table, content, folder / f"{table}.rank{rank}.parquet")
+            shards.write_shard(table, content, folder / f"{table}.rank{rank}.parquet")
     if key == UNFINISHED:
         return
     flagged = key == FLAGGED
@@ -243,9 +241,7 @@ def one_step(rows, run_id, at, arm, rate, *, start, cold, rng) -> float:
                 "train_loss": None,
                 "lr": 1e-3,
                 "grad_norm": 1.5,
-                "compute_s": sum(
-                    sums.get(p, 0.0) for p in ("forward_compute", "backward_compute", "optimizer")
-                ),
+                "compute_s": sum(sums.get(p, 0.0) for p in ("forward_compute", "backward_compute", "optimizer")),
                 "codec_s": sums["encode"] + sums["decode"],
                 "blocked_s": sums["wait_receive"],
                 "sync_s": sums["sync"],
@@ -272,9 +268,7 @@ def one_step(rows, run_id, at, arm, rate, *, start, cold, rng) -> float:
                 "frame_bytes": M * frame[direction],
                 "rel_error": (0.0 if exact else wide * fade * rng.uniform(0.9, 1.1)) if sampled else None,
                 "mean_abs": 0.8 if sampled else None,
-                "mean_abs_change": 0.27 * fade * rng.uniform(0.9, 1.1)
-                if sampled and delta and epoch
-                else None,
+                "mean_abs_change": 0.27 * fade * rng.uniform(0.9, 1.1) if sampled and delta and epoch else None,
                 "clip_fraction": None,
             }
         )

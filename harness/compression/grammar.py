@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,13 +183,9 @@ def _compressor(text: str, node: Node, kinds: tuple[str, ...], words: Sequence[s
         raise _error(text, items[0].position, _surplus(plugin, items[0]))
     if left:
         key, value = next(iter(left.items()))
-        known = [
-            name for name, entry in plugin.parameters.items() if entry.get("place", "option") == "option"
-        ]
+        known = [name for name, entry in plugin.parameters.items() if entry.get("place", "option") == "option"]
         raise _error(text, value.position, f"{plugin.name} has no option {key!r}.{near_miss(key, known)}")
-    if node.argument is not None and not any(
-        e.get("place") == "argument" for e in plugin.parameters.values()
-    ):
+    if node.argument is not None and not any(e.get("place") == "argument" for e in plugin.parameters.values()):
         raise _error(text, node.position, f"{plugin.name} takes no argument, but was given {node.argument!r}")
     _together(text, node, plugin, values)
     return _Compressor(plugin, MappingProxyType(values))
@@ -268,10 +265,8 @@ def _scalar(text: str, position: int, what: str, entry: Mapping[str, Any], word:
         article = "a whole number" if kind is int else "a number"
         raise _error(text, position, f"{what} must be {article}{_range(entry)}, not {word!r}") from None
     low, high, above = entry.get("min"), entry.get("max"), entry.get("above")
-    inside = (
-        (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
-    )
-    if not inside or value != value or value in (float("inf"), float("-inf")):
+    inside = (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
+    if not inside or not math.isfinite(value):
         raise _error(text, position, f"{what} is {word}, out of range{_range(entry)}")
     return value
 
@@ -356,9 +351,7 @@ def _class_of(module: ModuleType, kind: str) -> Any:
         if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise UserError(
-            f"{module.__name__} must define exactly one subclass of {base.__name__}, it has {len(found)}."
-        )
+        raise UserError(f"{module.__name__} must define exactly one subclass of {base.__name__}, it has {len(found)}.")
     return found[0]
 
 

@@ -40,9 +40,7 @@ class Half(Codec):
         largest = peak(x)
         raise_if_diverged(largest)
         if overflows(largest, self.format):
-            raise CodecError(
-                f"{self.name} made a non-finite value from a finite one ({largest:g}); {self.advice}"
-            )
+            raise CodecError(f"{self.name} made a non-finite value from a finite one ({largest:g}); {self.advice}")
         out[:total].copy_(as_bytes(x.to(self.format)))
         if self.diagnose:
             self.diagnostics = {"rel_error": relative_error(x, own_decoding(self, out[:total], ctx))}

@@ -67,9 +67,7 @@ class Rows(ABC):
         count = len(self.slots) + len(new)
         if count > len(self.data):
             kind, width = self.format(shape)
-            data = torch.empty(
-                (self.capacity or max(count, 2 * len(self.data)), width), dtype=kind, device=device
-            )
+            data = torch.empty((self.capacity or max(count, 2 * len(self.data)), width), dtype=kind, device=device)
             if len(self.slots):
                 data[: len(self.slots)] = self.data[: len(self.slots)]
             self.data = data
@@ -120,8 +118,8 @@ class Rows(ABC):
         """(type, elements) of a row that stands for a sample of `shape`."""
 
     @abstractmethod
-    def load(self, samples: Sequence[int]) -> torch.Tensor:
-        """The samples' values, float32 (len, *shape)."""
+    def load(self, samples: Sequence[int], out: torch.Tensor) -> torch.Tensor:
+        """Fill `out` (float32, contiguous, (len, *shape)) with the samples' values."""
 
     @abstractmethod
     def prepare(self, values: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -131,9 +129,8 @@ class Rows(ABC):
         """Store prepared rows of samples of `shape`; where a sample comes twice the later row stays."""
         last = {sample: i for i, sample in enumerate(samples)}
         self._add(list(last), shape, rows.device)
-        if len(last) < len(samples):
-            rows = rows[list(last.values())]
-        self.data[self.where(list(last))] = rows
+        for sample, i in last.items():
+            self.data[self.slots[sample]] = rows[i]
         self.touched(list(last))
 
 
@@ -158,9 +155,10 @@ class CastRows(Rows):
     def format(self, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
         return CASTS[self.cast], math.prod(shape)
 
-    def load(self, samples: Sequence[int]) -> torch.Tensor:
-        assert self.shape is not None
-        return self.data[self.where(samples)].to(torch.float32).view(-1, *self.shape)
+    def load(self, samples: Sequence[int], out: torch.Tensor) -> torch.Tensor:
+        for row, slot in zip(out.view(len(samples), -1), self.where(samples), strict=True):
+            row.copy_(self.data[slot])
+        return out
 
     def prepare(self, values: torch.Tensor, ctx: Context) -> torch.Tensor:
         largest = peak(values)
@@ -183,23 +181,17 @@ class CodeRows(Rows):
     def format(self, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
         width = self.codec.num_bytes((1, *shape))
         if width is None:
-            raise CodecError(
-                f"{self.codec.name} has no fixed length, so rows of it cannot be kept as a cache"
-            )
+            raise CodecError(f"{self.codec.name} has no fixed length, so rows of it cannot be kept as a cache")
         return torch.uint8, width
 
-    def load(self, samples: Sequence[int]) -> torch.Tensor:
-        assert self.shape is not None
-        values = torch.empty((len(samples), *self.shape), device=self.data.device)
-        ctx = Context((1, *self.shape))
+    def load(self, samples: Sequence[int], out: torch.Tensor) -> torch.Tensor:
+        ctx = Context((1, *out.shape[1:]))
         for i, slot in enumerate(self.where(samples)):
-            self.codec.decode(self.data[slot], ctx, values[i : i + 1])
-        return values
+            self.codec.decode(self.data[slot], ctx, out[i : i + 1])
+        return out
 
     def prepare(self, values: torch.Tensor, ctx: Context) -> torch.Tensor:
-        rows = torch.empty(
-            (len(values), self.row_bytes(ctx.shape[1:])), dtype=torch.uint8, device=values.device
-        )
+        rows = torch.empty((len(values), self.row_bytes(ctx.shape[1:])), dtype=torch.uint8, device=values.device)
         for i, sample in enumerate(ctx.sample_ids):
             # Its own draw of random numbers a row, where the codec rounds stochastically.
             one = replace(ctx.rows([i]), seed=ctx.key(f"cache {sample}") >> 1)

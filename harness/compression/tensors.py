@@ -53,6 +53,8 @@ def relative_error(x: torch.Tensor, decoded: torch.Tensor) -> float:
     return error / size if size else error
 
 
-def own_decoding(compressor: Compressor, payload: torch.Tensor, ctx: Context) -> torch.Tensor:
-    """What the other end will make of `payload`, in a tensor of its own."""
-    return compressor.decode(payload, ctx, torch.empty(ctx.shape, device=payload.device))
+def own_decoding(
+    compressor: Compressor, payload: torch.Tensor, ctx: Context, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the other end will make of `payload`, in `out` or a tensor of its own."""
+    return compressor.decode(payload, ctx, torch.empty(ctx.shape, device=payload.device) if out is None else out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Codec, Compressor, Context
@@ -44,7 +45,9 @@ def encode(codec: Compressor, x: torch.Tensor, ctx: Context | None = None) -> to
     return buffer[5 : 5 + n]
 
 
-def decode(codec: Compressor, payload: torch.Tensor, shape: tuple[int, ...], ctx: Context | None = None) -> torch.Tensor:
+def decode(
+    codec: Compressor, payload: torch.Tensor, shape: tuple[int, ...], ctx: Context | None = None
+) -> torch.Tensor:
     count = math.prod(shape)
     buffer = torch.full((count + 16,), 123.0)
     out = buffer[8 : 8 + count].view(shape)
@@ -148,7 +151,10 @@ def test_both_ends_and_reruns_agree(text: str) -> None:
     assert torch.equal(encode(make(text), x, ctx), first)
     assert torch.equal(encode(make(text, diagnose=True), x, ctx), first), "diagnosing must not change what is sent"
     stochastic = "stochastic" in text
-    others = (Context((3, 5, 9), step=4, microbatch=3, boundary=1, seed=7), Context((3, 5, 9), step=4, microbatch=2, seed=7))
+    others = (
+        Context((3, 5, 9), step=4, microbatch=3, boundary=1, seed=7),
+        Context((3, 5, 9), step=4, microbatch=2, seed=7),
+    )
     assert all(torch.equal(encode(codec, x, other), first) != stochastic for other in others)
 
 
@@ -160,7 +166,9 @@ def test_lengths(text: str) -> None:
     configured = grammar.bits(text)
     if configured is not None:
         large = codec.max_bytes((8, 64, 512))
-        assert 8 * large / (8 * 64 * 512) == pytest.approx(configured, abs=0.04), "16 bits a scale, here one for 512 elements"
+        assert 8 * large / (8 * 64 * 512) == pytest.approx(configured, abs=0.04), (
+            "16 bits a scale, here one for 512 elements"
+        )
 
 
 @every_text

@@ -10,6 +10,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+
 from thinpipe.harness.compression.kernels import cpu, fused, reference
 from thinpipe.harness.compression.kernels.layout import SAFE, Grid, layout
 from thinpipe.harness.errors import CodecError, DivergedError
@@ -113,7 +114,14 @@ def change_by_reference(
 
 @pytest.mark.parametrize(("kind", "scale"), list(itertools.product(GRIDS, SCALES)))
 def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> None:
-    for shape, bits in [((3, 5, 9), 3), ((2, 33, 64), 4), ((4, 7), 2), ((2, 3, 5, 5), 7), ((2, 1, 2500), 8), ((1, 1, 1), 5)]:
+    for shape, bits in [
+        ((3, 5, 9), 3),
+        ((2, 33, 64), 4),
+        ((4, 7), 2),
+        ((2, 3, 5, 5), 7),
+        ((2, 1, 2500), 8),
+        ((1, 1, 1), 5),
+    ]:
         grid = grid_of(kind, bits)
         where, row = layout(shape, scale), int(np.prod(shape[1:]))
         table = tensor((9, row), seed=3).to(torch.bfloat16)
@@ -225,7 +233,8 @@ def test_without_a_folder_to_keep_compiled_code_it_compiles_anyway(tmp_path, mon
     monkeypatch.setenv("HOME", str(tmp_path / "module.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "module.py"))
     spec = importlib.util.spec_from_file_location("module", tmp_path / "module.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with pytest.raises(RuntimeError, match="no locator"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Context, Memory
@@ -36,7 +37,7 @@ class Ends:
     def encode(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         most = self.sender.max_bytes(ctx.shape)
         buffer = torch.full((most + 8,), 0xA5, dtype=torch.uint8)
-        n = self.sender.encode(x, ctx, buffer[: most])
+        n = self.sender.encode(x, ctx, buffer[:most])
         assert n <= most
         assert bool((buffer[most:] == 0xA5).all())
         return buffer[:n]
@@ -73,7 +74,7 @@ def test_two_hundred_steps_with_repeats_and_missing_samples(text: str) -> None:
         ends.sender.diagnose = step % 7 == 0
         decoded = ends.cross(x, ids)
         seen = torch.tensor([sample in last for sample in ids])
-        for i, sample in enumerate(ids):
+        for i in range(len(ids)):
             if not seen[i]:
                 allowed = case["relative"] * x[i].abs() + case["absolute"] * x[~seen].abs().max() + 1e-35
                 assert bool(((decoded[i] - x[i]).abs() <= allowed).all())

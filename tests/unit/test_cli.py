@@ -28,6 +28,7 @@ from thinpipe.harness import (
     lock,
     manifest,
     metrics,
+    shards,
     store,
     sweep,
     tables,
@@ -114,16 +115,14 @@ class FakeSession:
         for rank in range(2):
             (run_dir / f"rank{rank}.log").write_text("".join(f"line {i} of rank {rank}\n" for i in range(30)))
             for table in tables.SHARDS:
-                tables.write_shard(table, rows_of(spec, table, rank), run_dir / f"{table}.rank{rank}.parquet")
+                shards.write_shard(table, rows_of(spec, table, rank), run_dir / f"{table}.rank{rank}.parquet")
         found = manifest.collect(spec)
         settings = {
             "requested": {"threads": 1},
             "effective": {"rank0": {"threads": 1}, "rank1": {"threads": 1}},
         }
         store.write_json(run_dir / "manifest.json", found | settings)
-        status = sweep.failed_status(
-            RunError("rank 1 was killed by signal 9"), "2024-01-01T00:00:00+00:00", 2.0
-        )
+        status = sweep.failed_status(RunError("rank 1 was killed by signal 9"), "2024-01-01T00:00:00+00:00", 2.0)
         if spec.compression.forward in self.fail:
             return status
         totals = {"steps": STEPS, "raw_bytes": 800, "payload_bytes": 360, "frame_bytes": 400}
@@ -185,9 +184,7 @@ def test_help_is_fast_and_imports_nothing_heavy(tmp_path):
         "heavy = {'torch', 'pandas', 'matplotlib', 'pyarrow', 'pydantic', 'rich'} & set(sys.modules)\n"
         "print(time.process_time() - start, sorted(heavy), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     seconds, heavy = done.stderr.split(maxsplit=1)
     assert heavy.strip() == "[]"
     assert float(seconds) < 0.5
@@ -400,10 +397,7 @@ def test_status_while_a_sweep_runs(session):
 def test_status_of_a_sweep_that_was_killed(session):
     thinpipe("run", "smoke", "--limit", "2")
     spec = next(
-        spec
-        for cell in experiment.load("smoke").cells()
-        for _, spec in cell.runs
-        if spec.run_id not in session.ran
+        spec for cell in experiment.load("smoke").cells() for _, spec in cell.runs if spec.run_id not in session.ran
     )
     store.Store(Path("results")).begin(spec)
     (Path("results/runs") / session.ran[0] / "status.json").write_text('{"st')
@@ -490,9 +484,7 @@ def test_list():
 
 
 def test_net_script_is_for_the_host_asked():
-    shown = thinpipe(
-        "net", "script", "10.0.0.1", "10.0.0.2", "--rate-mbit", "30", "--host", "1", "--interface", "ens3"
-    )
+    shown = thinpipe("net", "script", "10.0.0.1", "10.0.0.2", "--rate-mbit", "30", "--host", "1", "--interface", "ens3")
     assert shown.code == 0
     assert shown.out.startswith("#!/bin/sh\n")
     assert "10.0.0.1/32" in shown.out
@@ -543,9 +535,7 @@ t.cli.main()
 
 
 def drive(*args, **streams):
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(Path(__file__).parent), *args], text=True, **streams
-    )
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(Path(__file__).parent), *args], text=True, **streams)
 
 
 def test_ctrl_c_of_a_real_process():

@@ -6,6 +6,7 @@ import copy
 import json
 
 import pytest
+
 from thinpipe.harness import experiment
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import expand, load, nest, parse_override, setting_keys

@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
 

@@ -14,7 +14,7 @@ FILES = sorted(
 FILES.append(ROOT / "cli.py")
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
-    "cli", "audit", "check", "errors", "experiment", "lock", "manifest", "metrics", "plan", "plugins", "render",
+    "cli", "audit", "check", "doctor", "errors", "experiment", "figures", "predict", "progress", "verbs", "views", "lock", "manifest", "metrics", "plan", "plugins", "render",
     "runner", "spec", "stats", "steps", "store", "summary", "sweep", "grammar", "local", "_forkserver", "partition",
 }  # fmt: skip
 

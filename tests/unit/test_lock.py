@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+
 from thinpipe.harness import lock
 from thinpipe.harness.errors import UserError
 

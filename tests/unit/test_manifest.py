@@ -16,9 +16,7 @@ def test_machine_id_is_the_same_in_every_process():
         "import sys; from thinpipe.harness import manifest, plan, store, sweep\n"
         "print(manifest.machine_id(), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == [manifest.machine_id(), "False"]
 
 

@@ -5,6 +5,7 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.link import (
     PRESETS,

@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 import pytest
+
 from thinpipe.netem import calibrate, script, tools
 from thinpipe.netem.child import resolve
 from thinpipe.netem.errors import NetemError

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from thinpipe.netem import qdisc
 from thinpipe.netem.errors import NetemError
 from thinpipe.netem.link import LinkSpec

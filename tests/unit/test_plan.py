@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from thinpipe.harness import manifest, plan, predict
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import expand, load
@@ -71,9 +72,7 @@ def test_seeds_are_blocks_in_declared_order_shuffled_reproducibly(demo, store):
     entries = plan.make(demo, store).entries
     assert [entry.seed for entry in entries] == [1] * 9 + [0] * 9
     assert [e.run_id for e in plan.make(demo, store).entries] == [e.run_id for e in entries]
-    blocks = [
-        [(e.arm, e.part, e.spec.network.rate_mbit) for e in entries if e.seed == seed] for seed in (1, 0)
-    ]
+    blocks = [[(e.arm, e.part, e.spec.network.rate_mbit) for e in entries if e.seed == seed] for seed in (1, 0)]
     declared = [(c.arm, c.part, c.runs[0][1].network.rate_mbit) for c in demo.cells() if c.part != "again"]
     assert sorted(blocks[0], key=str) == sorted(declared, key=str)
     assert blocks[0] != declared

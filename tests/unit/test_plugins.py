@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
@@ -47,9 +48,7 @@ def entry_point(tmp_path, monkeypatch):
     def register(text: str, name: str = "sign", group: str = "thinpipe.codecs", module: str = "plugged_in") -> None:
         write(tmp_path, text, module)
         entry = importlib.metadata.EntryPoint(name, module, group)
-        monkeypatch.setattr(
-            importlib.metadata, "entry_points", lambda group: [entry] if group == entry.group else []
-        )
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == entry.group else [])
         monkeypatch.syspath_prepend(str(tmp_path))
         forget()
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import RunSpec, parse
@@ -22,9 +23,7 @@ def test_ids_have_twelve_hex_digits_and_depend_on_settings():
 
 
 def test_stating_a_default_changes_no_id():
-    stated = parse(
-        {"model": {"preset": "tiny"}, "train": {"epochs": 12}, "network": {"delay_ms": 0}, "seed": 0}
-    )
+    stated = parse({"model": {"preset": "tiny"}, "train": {"epochs": 12}, "network": {"delay_ms": 0}, "seed": 0})
     assert stated.run_id == RunSpec().run_id
     assert stated.canonical() == {}
 
@@ -51,11 +50,7 @@ def test_a_plugins_version_is_part_of_the_id(monkeypatch):
 
     def newer(kind, name):
         plugin = real(kind, name)
-        return (
-            plugin
-            if kind != "models"
-            else plugins.Plugin(**{**plugin.__dict__, "version": plugin.version + 1})
-        )
+        return plugin if kind != "models" else plugins.Plugin(**{**plugin.__dict__, "version": plugin.version + 1})
 
     monkeypatch.setattr(plugins, "get", newer)
     assert RunSpec().run_id != before
@@ -111,9 +106,7 @@ def test_warmup_is_a_first_rule():
     compression = parse(
         {"compression": {"forward": "fixpoint:4", "backward": "fixpoint:8", "warmup_epochs": 2}}
     ).compression
-    assert [compression.compressor("forward", 0, epoch) for epoch in range(4)] == ["none"] * 2 + [
-        "fixpoint:4"
-    ] * 2
+    assert [compression.compressor("forward", 0, epoch) for epoch in range(4)] == ["none"] * 2 + ["fixpoint:4"] * 2
     assert compression.compressor("backward", 0, 1) == "none"
 
 

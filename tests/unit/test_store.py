@@ -8,6 +8,7 @@ import multiprocessing
 import os
 
 import pytest
+
 from thinpipe.harness import store as stores
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import expand

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from thinpipe.harness import lock, manifest, plan, progress, store, sweep, verbs
 from thinpipe.harness.errors import CodecError, DivergedError, UserError
 from thinpipe.harness.experiment import expand
@@ -119,9 +120,7 @@ def test_everything_is_run_once_in_order_and_a_second_time_nothing(go, results, 
 
 
 def test_a_failed_run_stops_nothing_and_is_said_at_once_and_again(go, results, stream):
-    session = FakeSession(
-        {1: status("failed", "rank 1 was killed\ndetail"), 3: CodecError("bf16 decoded NaN")}
-    )
+    session = FakeSession({1: status("failed", "rank 1 was killed\ndetail"), 3: CodecError("bf16 decoded NaN")})
     result = go(session)
     assert len(session.ran) == TOTAL
     assert result.exit_code == 1
@@ -230,9 +229,7 @@ def test_interrupt_leaves_a_resumable_plan(go, results):
 @pytest.mark.parametrize("where", ["session", "status", "rank"])
 def test_a_full_disk_stops_the_sweep_and_leaves_it_resumable(go, results, demo, monkeypatch, where):
     no_space = OSError(errno.ENOSPC, "No space left on device")
-    session = FakeSession(
-        {2: no_space if where == "session" else status("failed" if where == "rank" else "done", "x")}
-    )
+    session = FakeSession({2: no_space if where == "session" else status("failed" if where == "rank" else "done", "x")})
     if where == "status":
         real = results.finish
 

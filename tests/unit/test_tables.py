@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import synthetic
 
-from thinpipe.harness import metrics, summary, tables
+from thinpipe.harness import metrics, shards, summary, tables
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import parse
 from thinpipe.harness.store import Store
@@ -30,16 +30,16 @@ EVAL = {
 @pytest.mark.parametrize("table", metrics.TABLES)
 def test_a_shard_has_its_schema_also_without_rows(tmp_path, table):
     path = tmp_path / "shard.parquet"
-    tables.write_shard(table, [], path)
+    shards.write_shard(table, [], path)
     found = pq.read_table(path)
     assert found.num_rows == 0
     assert found.schema.names == list(metrics.TABLES[table])
-    assert found.schema.types == tables.schema(table).types
+    assert found.schema.types == shards.schema(table).types
 
 
 def test_a_row_comes_back_as_it_was_written(tmp_path):
     path = tmp_path / "evals.rank1.parquet"
-    tables.write_shard("evals", [EVAL], path)
+    shards.write_shard("evals", [EVAL], path)
     assert tables.read_shard("evals", path, "a" * 12).to_pylist() == [EVAL]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -50,13 +50,13 @@ def test_a_row_comes_back_as_it_was_written(tmp_path):
 )
 def test_a_row_that_is_not_of_the_table_is_refused_and_nothing_is_written(tmp_path, change, error):
     with pytest.raises(error):
-        tables.write_shard("evals", [EVAL | change], tmp_path / "x.parquet")
+        shards.write_shard("evals", [EVAL | change], tmp_path / "x.parquet")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "evals.rank0.parquet"
-    tables.write_shard("evals", [EVAL], path)
+    shards.write_shard("evals", [EVAL], path)
     before = path.read_bytes()
 
     def full(content, part):
@@ -65,7 +65,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tables.pq, "write_table", full)
     with pytest.raises(OSError, match="No space"):
-        tables.write_shard("evals", [], path)
+        shards.write_shard("evals", [], path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -137,7 +137,7 @@ SPANS = [
 
 def frames(steps=STEPS, spans=SPANS, evals=()):
     return [
-        tables.to_frame(name, tables.to_arrow(name, rows))
+        tables.to_frame(name, shards.to_arrow(name, rows))
         for name, rows in (("steps", steps), ("spans", spans), ("evals", list(evals)))
     ]
 
@@ -230,7 +230,7 @@ def test_tables_have_exactly_their_columns_and_types():
     for name, frame in built.items():
         assert list(frame.columns) == list(metrics.TABLES[name])
         assert len(frame), name
-        assert pq.read_table(folder / f"{name}.parquet").schema.types == tables.schema(name).types
+        assert pq.read_table(folder / f"{name}.parquet").schema.types == shards.schema(name).types
         text = pd.read_csv(folder / f"{name}.csv", dtype={"run_id": str, "machine": str})
         assert list(text.columns) == list(frame.columns)
         assert len(text) == len(frame)
@@ -283,11 +283,7 @@ def test_fp32_is_32_bits_and_has_losses():
     assert (row["forward"], row["forward_bits"], row["backward_bits"]) == ("none", 32, 32)
     key = ("convergence", "FP32", 100, 0)
     raw = synthetic.run_rows(synthetic.spec_of(*key), key)
-    last = [
-        r["train_loss"]
-        for r in raw["steps"]
-        if r["epoch"] == synthetic.EPOCHS - 1 and r["train_loss"] is not None
-    ]
+    last = [r["train_loss"] for r in raw["steps"] if r["epoch"] == synthetic.EPOCHS - 1 and r["train_loss"] is not None]
     assert row["final_train_loss"] == pytest.approx(sum(last) / synthetic.STEPS_PER_EPOCH)
     assert row["final_eval_loss"] == pytest.approx(raw["evals"][-1]["eval_loss"])
 
@@ -351,7 +347,7 @@ def test_a_corrupt_shard_is_named(single, damage):
 
 def test_a_shard_of_another_run_is_refused(single):
     store, spec, folder = single
-    tables.write_shard("evals", [EVAL], folder / "evals.rank1.parquet")
+    shards.write_shard("evals", [EVAL], folder / "evals.rank1.parquet")
     with pytest.raises(UserError, match=f"{spec.run_id}.*holds rows of run {'a' * 12}"):
         tables.build(store, "e")
 

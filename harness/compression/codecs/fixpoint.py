@@ -72,6 +72,7 @@ class FixedPoint(Codec):
 
     def __init__(
         self,
+        *,
         bits: int,
         rounding: str = "nearest",
         scale: str = "channel",
@@ -105,13 +106,11 @@ class FixedPoint(Codec):
             reference.decode(payload, where, self.grid, out)
         return out
 
-    def encode_change(
+    def encode_change(  # noqa: PLR0917 - as many as the kernel takes
         self, x: np.ndarray, rows: np.ndarray, m: np.ndarray, slots: np.ndarray, ctx: Context, out: np.ndarray
     ) -> tuple[int, float] | None:
         """Code x[rows] - m[slots] and advance m, in one go; `ctx` is that of these rows. See cpu.encode_change."""
-        return cpu.encode_change(
-            x, rows, m, slots, layout(ctx.shape, self.scale), self.grid, self._key(ctx), out
-        )
+        return cpu.encode_change(x, rows, m, slots, layout(ctx.shape, self.scale), self.grid, self._key(ctx), out)
 
     def decode_change(
         self, payload: np.ndarray, m: np.ndarray, slots: np.ndarray, ctx: Context, out: np.ndarray

@@ -4,6 +4,8 @@ numpy arrays in and out; nothing of the tensor's size is allocated. `*_change` w
 difference is formed, coded and added to the rows while a block of it is at hand.
 """
 
+# ruff: noqa: PLR0917 - kernels take arrays and shapes by position
+
 from __future__ import annotations
 
 import functools

@@ -10,6 +10,8 @@ No fastmath: each float operation is rounded as the reference rounds it. One fil
 on disk by this file's time stamp: with a part elsewhere, a change there would leave stale code behind.
 """
 
+# ruff: noqa: PLR0917 - compiled functions take no keywords
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +34,9 @@ _TINY = np.float32(2.0**-118)
 _SAFE = np.float32(2.0**125)
 _BF16_MAX_BITS = np.int32(0x7F7F0000)
 # Written out: a change in layout.py must not leave compiled code with the old values.
-assert np.float32(BF16_MAX).view(np.int32) == _BF16_MAX_BITS and TINY == _TINY and SAFE == _SAFE
+assert np.float32(BF16_MAX).view(np.int32) == _BF16_MAX_BITS
+assert TINY == _TINY
+assert SAFE == _SAFE
 
 
 def _jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -167,9 +171,9 @@ def _unpack(source, groups, bits, codes):
     elif bits == 2:
         quads = codes.view(np.uint32)
         for i in range(2 * groups):
-            v = np.uint32(source[i])
-            low = (v >> np.uint32(6)) | ((v & np.uint32(0x30)) << np.uint32(4))
-            quads[i] = low | ((v & np.uint32(0x0C)) << np.uint32(14)) | ((v & np.uint32(3)) << np.uint32(24))
+            w = np.uint32(source[i])
+            low = (w >> np.uint32(6)) | ((w & np.uint32(0x30)) << np.uint32(4))
+            quads[i] = low | ((w & np.uint32(0x0C)) << np.uint32(14)) | ((w & np.uint32(3)) << np.uint32(24))
     elif bits == 1:
         words = codes.view(np.uint64)
         for i in range(groups):
@@ -254,9 +258,7 @@ def _advance(codes, step, offset, m):
     """m[i] += the change decoded from codes[i], in place; returns the largest magnitude as a bit pattern."""
     best = np.int32(0)
     for i in range(m.size):
-        value = np.float32(
-            _value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i])
-        )
+        value = np.float32(_value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i]))
         m[i] = _bf16(value)
         size = np.int32(value.view(np.int32) & _MAGNITUDE)
         best = size if size > best else best
@@ -268,9 +270,7 @@ def _advance_out(codes, step, offset, m, out):
     """As _advance; out[i] is the sum before it is rounded to what m keeps."""
     best = np.int32(0)
     for i in range(m.size):
-        value = np.float32(
-            _value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i])
-        )
+        value = np.float32(_value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i]))
         m[i] = _bf16(value)
         out[i] = value
         size = np.int32(value.view(np.int32) & _MAGNITUDE)
@@ -287,7 +287,7 @@ def _advance_out(codes, step, offset, m, out):
 @_jit
 def _block(where):
     """Elements of a block: whole runs of the inner axis where the pattern of scales repeats along it."""
-    middle, inner, so, sm, si = where
+    middle, inner, si = where[0], where[1], where[4]
     if si:
         return inner * min(middle, max(1, BLOCK // inner))
     return min(middle * inner, BLOCK)
@@ -296,7 +296,7 @@ def _block(where):
 @_jit
 def _pattern(values, where, o, start, size, fresh, pattern):
     """Write the value of each of a block's elements into `pattern`, unless what is there still holds."""
-    middle, inner, so, sm, si = where
+    inner, so, sm, si = where[1], where[2], where[3], where[4]
     base = o * so
     if si:
         if fresh or (so and start == 0):
@@ -356,8 +356,7 @@ def _half_bits(pattern):
     if pattern < np.int32(0x38800000):
         # Subnormal: adding 0.5 leaves the value, in steps of 2^-24, in the low bits.
         return np.int32(
-            np.float32(np.int32(pattern).view(np.float32) + np.float32(0.5)).view(np.int32)
-            - np.int32(0x3F000000)
+            np.float32(np.int32(pattern).view(np.float32) + np.float32(0.5)).view(np.int32) - np.int32(0x3F000000)
         )
     odd = (pattern >> np.int32(13)) & np.int32(1)
     return np.int32((pattern - np.int32(0x38000000) + np.int32(0xFFF) + odd) >> np.int32(13))

@@ -45,7 +45,8 @@ def layout(shape: tuple[int, ...], scale: str) -> Layout:
     3 dimensions (.., sequence, hidden) and axis 1 from 4 on (sample, channel, height, width). token: one a position,
     over the channel axis: a row of the last axis up to 3 dimensions, a pixel of a sample from 4 on.
     """
-    assert shape and scale in ("tensor", "token", "channel")
+    assert shape
+    assert scale in ("tensor", "token", "channel")
     outer = shape[0]
     if 0 in shape:
         return Layout(outer, 0, 0, 0, 0, 0, 0)

@@ -68,9 +68,7 @@ def quantise(x: torch.Tensor, scale: torch.Tensor, where: Layout, grid: Grid, ke
     if grid.published:
         scaled = values / spread((scale + grid.eps) / _number(grid.steps, scale), where)
     else:
-        scaled = values * spread(
-            torch.where(scale > 0, _number(grid.steps, scale) / (scale + grid.eps), 0.0), where
-        )
+        scaled = values * spread(torch.where(scale > 0, _number(grid.steps, scale) / (scale + grid.eps), 0.0), where)
     if grid.stochastic:
         down = scaled.floor()
         rounded = down + (uniform(where.numel, key, x.device).view_as(down) < scaled - down)

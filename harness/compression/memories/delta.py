@@ -75,12 +75,14 @@ class Delta(Memory):
         key: str = "sample",
         capacity: int | None = None,
     ) -> None:
-        assert key == "sample" and first is not None
+        assert key == "sample"
+        assert first is not None
         self.codec: Any = codec
         self.first = first
         self.rows: Rows = CastRows(capacity, cache) if isinstance(cache, str) else CodeRows(capacity, cache)
         # The codec may form, code and add the change in one go, on bf16 rows.
         self._fuses = cache == "bf16" and hasattr(codec, "encode_change")
+        self._buffers: dict[str, torch.Tensor] = {}
         self._max_bytes: dict[tuple[int, ...], int] = {}
         self.diagnostics: dict[str, float] = {}
         if first.num_bytes((1, 8)) is None:
@@ -98,12 +100,11 @@ class Delta(Memory):
             head = self.first.encode(_pick(x, fresh), part, out)
             first = own_decoding(self.first, out[:head], part)
         kept = self._prepare(first, fresh, ctx)
-        m = None
         if known:
-            tail, change, m = self._encode_known(x, known, ctx, out[head:])
+            tail, change = self._encode_known(x, known, ctx, out[head:])
         moved = self._prepare(change, known, ctx)
         if self.diagnose:
-            self.diagnostics = self._diagnosis(x, (fresh, first), (known, change), m)
+            self.diagnostics = self._diagnosis(x, (fresh, first), (known, change))
         self._keep(ctx, fresh, kept)
         self._keep(ctx, known, moved)
         return head + tail
@@ -112,9 +113,7 @@ class Delta(Memory):
         fresh, known = self._split(ctx)
         head = (self.first.num_bytes((len(fresh), *ctx.shape[1:])) or 0) if fresh else 0
         if payload.numel() < head or (payload.numel() > head and not known):
-            raise CodecError(
-                f"the payload is malformed: {payload.numel()} B where {head} B are due for first visits"
-            )
+            raise CodecError(f"the payload is malformed: {payload.numel()} B where {head} B are due for first visits")
         first = change = None
         if fresh:
             part = ctx.rows(fresh)
@@ -125,7 +124,7 @@ class Delta(Memory):
         moved = self._prepare(change, known, ctx)
         for index, values in ((fresh, first), (known, change)):
             if values is not None:
-                out[index] = values
+                _place(out, index, values)
         self._keep(ctx, fresh, kept)
         self._keep(ctx, known, moved)
         return out
@@ -166,9 +165,7 @@ class Delta(Memory):
                 f"{self.name} was used in evaluation, where memories are never touched; use {self.codec.name}"
             )
         if len(ctx.sample_ids) != ctx.shape[0]:
-            raise CodecError(
-                f"{self.name} needs one sample id a row: {len(ctx.sample_ids)} for {ctx.shape[0]} rows"
-            )
+            raise CodecError(f"{self.name} needs one sample id a row: {len(ctx.sample_ids)} for {ctx.shape[0]} rows")
         self.rows.require_room(ctx.sample_ids, ctx.shape[1:])
         known = [i for i, sample in enumerate(ctx.sample_ids) if sample in self.rows]
         if len(known) == ctx.shape[0]:
@@ -178,8 +175,8 @@ class Delta(Memory):
 
     def _encode_known(
         self, x: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
-    ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-        """Code the seen rows. Returns (length, new values, old values), both None where the rows moved in place."""
+    ) -> tuple[int, torch.Tensor | None]:
+        """Code the seen rows. Returns (length, their values or None where the rows moved in place)."""
         part = ctx.rows(known)
         try:
             rows = self._rows_in_place(part, x.device)
@@ -189,14 +186,17 @@ class Delta(Memory):
                 done = self.codec.encode_change(flat, index, rows.patterns, slots, part, out.numpy())
                 if done is not None:
                     rows.largest = max(rows.largest, done[1])
-                    return done[0], None, None
-            m = self.rows.load(part.sample_ids)
+                    return done[0], None
+            m = self.rows.load(part.sample_ids, self._scratch("m", part.shape, x.device))
+            change = torch.sub(_pick(x, known), m, out=self._scratch("change", part.shape, x.device))
             self.codec.diagnose = self.diagnose
-            total = self.codec.encode(_pick(x, known) - m, part, out)
+            total = self.codec.encode(change, part, out)
         except DivergedError:
             require_finite(x)
             raise CodecError(f"{self.name}: the change of a finite value is not finite") from None
-        return total, m + own_decoding(self.codec, out[:total], part), m
+        if self.diagnose:
+            self.codec.diagnostics["mean_abs_change"] = change.abs().mean().item()
+        return total, m.add_(own_decoding(self.codec, out[:total], part, change))
 
     def _decode_known(
         self, payload: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
@@ -213,9 +213,10 @@ class Delta(Memory):
             if largest is not None:
                 rows.largest = max(rows.largest, largest)
                 if not whole:
-                    out[known] = target
+                    _place(out, known, target)
                 return None
-        return self.rows.load(part.sample_ids) + own_decoding(self.codec, payload, part)
+        change = own_decoding(self.codec, payload, part, self._scratch("change", part.shape, out.device))
+        return self.rows.load(part.sample_ids, self._scratch("m", part.shape, out.device)).add_(change)
 
     def _rows_in_place(self, part: Context, device: torch.device) -> CastRows | None:
         """The rows where codec and cache allow them to be moved in place: nothing can overflow, no sample twice."""
@@ -225,9 +226,13 @@ class Delta(Memory):
         assert isinstance(rows, CastRows)
         return rows if rows.largest < SAFE and part.shape[1:] == rows.shape else None
 
-    def _prepare(
-        self, values: torch.Tensor | None, index: Sequence[int], ctx: Context
-    ) -> torch.Tensor | None:
+    def _scratch(self, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """A buffer kept from message to message: a fresh one costs more than what is done in it."""
+        if name not in self._buffers or self._buffers[name].shape != shape:
+            self._buffers[name] = torch.empty(shape, device=device)
+        return self._buffers[name]
+
+    def _prepare(self, values: torch.Tensor | None, index: Sequence[int], ctx: Context) -> torch.Tensor | None:
         return None if values is None else self.rows.prepare(values, ctx.rows(list(index)))
 
     def _keep(self, ctx: Context, index: Sequence[int], rows: torch.Tensor | None) -> None:
@@ -243,20 +248,26 @@ class Delta(Memory):
         x: torch.Tensor,
         first: tuple[list[int], torch.Tensor | None],
         change: tuple[list[int], torch.Tensor | None],
-        m: torch.Tensor | None,
     ) -> dict[str, float]:
         decoded = torch.zeros_like(x)
         for index, values in (first, change):
             if values is not None:
-                decoded[index] = values
+                _place(decoded, index, values)
         found = {"rel_error": relative_error(x, decoded)}
-        if m is not None:
-            found["mean_abs_change"] = (x[change[0]] - m).abs().mean().item()
-            if "clip_fraction" in self.codec.diagnostics:
-                found["clip_fraction"] = self.codec.diagnostics["clip_fraction"]
+        if change[0]:
+            inner = self.codec.diagnostics
+            found |= {name: inner[name] for name in ("mean_abs_change", "clip_fraction") if name in inner}
         return found
 
 
 def _pick(x: torch.Tensor, index: list[int]) -> torch.Tensor:
     """These rows of `x`, without a copy where they are all of them in order."""
-    return x if len(index) == len(x) else x[index]
+    return x if len(index) == len(x) else x.index_select(0, torch.tensor(index, device=x.device))
+
+
+def _place(x: torch.Tensor, index: list[int], values: torch.Tensor) -> None:
+    """x[index] = values. Indexing by a list would copy element by element."""
+    if len(index) == len(x):
+        x.copy_(values)
+    else:
+        x.index_copy_(0, torch.tensor(index, device=x.device), values)
