@@ -11,7 +11,9 @@ from thinpipe.harness.errors import CodecError, DivergedError
 
 def dense(x: torch.Tensor, ctx: Context) -> torch.Tensor:
     """`x` as contiguous float32 without a graph; itself where it is that already."""
-    assert tuple(x.shape) == ctx.shape, f"a tensor of {tuple(x.shape)} where the context says {ctx.shape}"
+    assert x.shape == ctx.shape, f"a tensor of {tuple(x.shape)} where the context says {ctx.shape}"
+    if x.dtype == torch.float32 and not x.requires_grad and x.is_contiguous():
+        return x
     return x.detach().to(torch.float32).contiguous()
 
 
@@ -19,7 +21,7 @@ def peak(x: torch.Tensor) -> float:
     """max|x| of a contiguous float32 tensor, 0 where empty, non-finite where any element is."""
     if x.numel() == 0:
         return 0.0
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return cpu.peak(x.view(-1).numpy())
     largest = x.abs().max().item()
     return largest if bool(torch.isfinite(x).all()) else float("nan")

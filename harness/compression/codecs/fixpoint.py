@@ -90,7 +90,7 @@ class FixedPoint(Codec):
     def encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor) -> int:
         x = dense(x, ctx)
         where = layout(ctx.shape, self.scale)
-        if x.device.type == "cpu":
+        if x.is_cpu:
             total = cpu.encode(x.numpy(), where, self.grid, self._key(ctx), out.numpy())
         else:
             total = reference.encode(x, where, self.grid, self._key(ctx), out)
@@ -100,7 +100,7 @@ class FixedPoint(Codec):
 
     def decode(self, payload: torch.Tensor, ctx: Context, out: torch.Tensor) -> torch.Tensor:
         where = layout(ctx.shape, self.scale)
-        if out.device.type == "cpu":
+        if out.is_cpu:
             cpu.decode(payload.numpy(), where, self.grid, out.numpy())
         else:
             reference.decode(payload, where, self.grid, out)

@@ -49,7 +49,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
     """Copy bytes of float32 values; returns the largest magnitude, non-finite where any is."""
     if source.numel() == 0:
         return 0.0
-    if source.device.type == "cpu":
+    if source.is_cpu:
         return cpu.copy(source.numpy(), target.numpy())
     target.copy_(source)
     return peak(source.clone().view(torch.float32))

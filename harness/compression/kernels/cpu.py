@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,10 @@ def encode(x: np.ndarray, where: Layout, grid: Grid, key: int, out: np.ndarray) 
 
     Raises DivergedError where x is not finite, CodecError where the published form's fp16 scale overflows.
     """
-    total = grid.num_bytes(where)
-    if total:
-        shape, whole = _whole(where)
-        rows = _first(shape[0])
-        _encode_checked(x.reshape(shape), rows, None, rows, whole, grid, where, key, out[:total])
-    return total
+    plan = _plan(where, grid)
+    if plan.total:
+        _encode_checked(x.reshape(plan.shape), plan.rows, None, plan.rows, plan.whole, plan, key, out)
+    return plan.total
 
 
 def encode_change(
@@ -47,17 +45,17 @@ def encode_change(
     x: (any, row) float32; m: (any, row) uint16, bf16 patterns; rows and slots: int64 [where.outer], slots distinct.
     Returns (length, the largest |sum|), or None, with m as it was, where a sum might overflow.
     """
-    total = grid.num_bytes(where)
-    best = _encode_checked(x, rows, m, slots, _inside(where), grid, where, key, out[:total]) if total else 0.0
-    return None if best is None else (total, best)
+    plan = _plan(where, grid)
+    if not plan.total:
+        return 0, 0.0
+    best = _encode_checked(x, rows, m, slots, plan.inside, plan, key, out)
+    return None if best is None else (plan.total, _float(best))
 
 
 def decode(payload: np.ndarray, where: Layout, grid: Grid, out: np.ndarray) -> None:
     """Fill `out` (float32, C-contiguous) from a payload of its exact length; CodecError where it is malformed."""
-    if _due(payload, where, grid):
-        shape, whole = _whole(where)
-        rows = _first(shape[0])
-        _decode_checked(payload, None, rows, whole, grid, where, out.reshape(shape))
+    plan = _plan(where, grid)
+    _decode_checked(payload, None, plan.rows, plan.whole, plan, out.reshape(plan.shape))
 
 
 def decode_change(
@@ -67,9 +65,9 @@ def decode_change(
 
     Returns the largest |sum|, or None, with m as it was, where a sum might overflow.
     """
-    if not _due(payload, where, grid):
-        return 0.0
-    return _decode_checked(payload, m, slots, _inside(where), grid, where, out)
+    plan = _plan(where, grid)
+    best = _decode_checked(payload, m, slots, plan.inside, plan, out)
+    return None if best is None else _float(best)
 
 
 def copy(source: np.ndarray, target: np.ndarray) -> float:
@@ -98,13 +96,46 @@ def warm_up() -> float:
     return time.perf_counter() - start
 
 
+class _Plan(NamedTuple):
+    """What follows from a layout and a grid, worked out once: a message of 0.5 MB takes only some 50 us."""
+
+    grid: Grid
+    total: int
+    shape: tuple[int, int]
+    rows: np.ndarray
+    whole: tuple[int, ...]
+    inside: tuple[int, ...]
+    numbers: tuple[int, ...]
+    eps: np.float32
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(where: Layout, grid: Grid) -> _Plan:
+    """`whole` is a view with as few outer slices as the layout allows, since blocks do not reach across them."""
+    inside = (where.middle, where.inner, where.so, where.sm, where.si)
+    shape, whole = (where.outer, where.row), inside
+    if (where.so, where.sm) == (0, 0) or (where.sm == 1 and where.so == where.middle):
+        shape, whole = (1, where.numel), (where.outer * where.middle, where.inner, 0, where.sm, where.si)
+    numbers = (grid.bits, grid.low, grid.high, grid.offset, grid.steps, where.num_scales)
+    rows = np.arange(shape[0], dtype=np.int64)
+    return _Plan(grid, grid.num_bytes(where), shape, rows, whole, inside, numbers, np.float32(grid.eps))
+
+
 def _encode_checked(
-    x: np.ndarray, rows: np.ndarray, m: Any, slots: np.ndarray, view: tuple[int, ...], grid: Grid, where: Layout,
-    key: int, out: np.ndarray,
-) -> float | None:  # fmt: skip
+    x: np.ndarray,
+    rows: np.ndarray,
+    m: Any,
+    slots: np.ndarray,
+    view: tuple[int, ...],
+    plan: _Plan,
+    key: int,
+    out: np.ndarray,
+) -> int | None:
+    """Returns the largest |sum| as a bit pattern, None where one might overflow."""
+    grid = plan.grid
     status, best = fused.encode(
-        x, rows, m, slots, view, _numbers(grid, where), np.float32(grid.eps), grid.published, grid.stochastic,
-        np.uint64(key), out,
+        x, rows, m, slots, view, plan.numbers, plan.eps, grid.published, grid.stochastic, np.uint64(key),
+        out[: plan.total],
     )  # fmt: skip
     if status == fused.NONFINITE:
         raise DivergedError("the tensor to send holds a non-finite value (NaN or infinity)")
@@ -113,55 +144,23 @@ def _encode_checked(
             "a scale above 65504 made a non-finite value from a finite one: preset=acsgd keeps scales as fp16; "
             "leave the preset out to use bf16"
         )
-    return None if status == fused.WIDE else _float(best)
+    return None if status == fused.WIDE else best
 
 
 def _decode_checked(
-    payload: np.ndarray,
-    m: Any,
-    slots: np.ndarray,
-    view: tuple[int, ...],
-    grid: Grid,
-    where: Layout,
-    out: np.ndarray,
-) -> float | None:
-    status, best = fused.decode(
-        payload, m, slots, view, slots.size, _numbers(grid, where), grid.published, grid.symmetric, out
-    )
+    payload: np.ndarray, m: Any, slots: np.ndarray, view: tuple[int, ...], plan: _Plan, out: np.ndarray
+) -> int | None:
+    """Returns the largest |sum| as a bit pattern, None where one might overflow."""
+    if payload.size != plan.total:
+        raise CodecError(f"the payload is malformed: {payload.size} B where {plan.total} B are due")
+    if not plan.total:
+        return 0
+    grid = plan.grid
+    status, best = fused.decode(payload, m, slots, view, slots.size, plan.numbers, grid.published, grid.symmetric, out)
     if status == fused.MALFORMED:
         raise CodecError("the payload is malformed: no encoder writes such a scale, code or padding")
-    return None if status == fused.WIDE else _float(best)
-
-
-def _due(payload: np.ndarray, where: Layout, grid: Grid) -> int:
-    total = grid.num_bytes(where)
-    if payload.size != total:
-        raise CodecError(f"the payload is malformed: {payload.size} B where {total} B are due")
-    return total
+    return None if status == fused.WIDE else best
 
 
 def _float(pattern: int) -> float:
     return float(np.int32(pattern).view(np.float32))
-
-
-@functools.lru_cache(maxsize=256)
-def _whole(where: Layout) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """A view with as few outer slices as the layout allows, since blocks do not reach across them."""
-    merged = (where.so, where.sm) == (0, 0) or (where.sm == 1 and where.so == where.middle)
-    if merged:
-        return (1, where.numel), (where.outer * where.middle, where.inner, 0, where.sm, where.si)
-    return (where.outer, where.row), _inside(where)
-
-
-def _inside(where: Layout) -> tuple[int, ...]:
-    return where.middle, where.inner, where.so, where.sm, where.si
-
-
-@functools.lru_cache(maxsize=64)
-def _first(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int64)
-
-
-@functools.lru_cache(maxsize=256)
-def _numbers(grid: Grid, where: Layout) -> tuple[int, ...]:
-    return grid.bits, grid.low, grid.high, grid.offset, grid.steps, where.num_scales

@@ -96,7 +96,7 @@ class Delta(Memory):
         head = tail = 0
         first = change = None
         if fresh:
-            part = ctx.rows(fresh)
+            part = _part(ctx, fresh)
             head = self.first.encode(_pick(x, fresh), part, out)
             first = own_decoding(self.first, out[:head], part)
         kept = self._prepare(first, fresh, ctx)
@@ -116,7 +116,7 @@ class Delta(Memory):
             raise CodecError(f"the payload is malformed: {payload.numel()} B where {head} B are due for first visits")
         first = change = None
         if fresh:
-            part = ctx.rows(fresh)
+            part = _part(ctx, fresh)
             first = self.first.decode(payload[:head], part, torch.empty(part.shape, device=out.device))
         kept = self._prepare(first, fresh, ctx)
         if known:
@@ -177,7 +177,7 @@ class Delta(Memory):
         self, x: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
     ) -> tuple[int, torch.Tensor | None]:
         """Code the seen rows. Returns (length, their values or None where the rows moved in place)."""
-        part = ctx.rows(known)
+        part = _part(ctx, known)
         try:
             rows = self._rows_in_place(part, x.device)
             if rows is not None and not self.diagnose:
@@ -202,7 +202,7 @@ class Delta(Memory):
         self, payload: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
     ) -> torch.Tensor | None:
         """Decode the seen rows. Returns their values, or None where `out` has them and the rows moved in place."""
-        part = ctx.rows(known)
+        part = _part(ctx, known)
         rows = self._rows_in_place(part, out.device)
         if rows is not None:
             whole = len(known) == ctx.shape[0]
@@ -233,7 +233,7 @@ class Delta(Memory):
         return self._buffers[name]
 
     def _prepare(self, values: torch.Tensor | None, index: Sequence[int], ctx: Context) -> torch.Tensor | None:
-        return None if values is None else self.rows.prepare(values, ctx.rows(list(index)))
+        return None if values is None else self.rows.prepare(values, _part(ctx, index))
 
     def _keep(self, ctx: Context, index: Sequence[int], rows: torch.Tensor | None) -> None:
         """Store prepared rows of the message's samples `index`; None: they were moved in place already."""
@@ -258,6 +258,11 @@ class Delta(Memory):
             inner = self.codec.diagnostics
             found |= {name: inner[name] for name in ("mean_abs_change", "clip_fraction") if name in inner}
         return found
+
+
+def _part(ctx: Context, index: Sequence[int]) -> Context:
+    """The context of these rows; itself where they are all of them."""
+    return ctx if len(index) == ctx.shape[0] else ctx.rows(list(index))
 
 
 def _pick(x: torch.Tensor, index: list[int]) -> torch.Tensor:
