@@ -1,12 +1,19 @@
-"""What the benchmarks share: interleaved repeats, medians, JSON or a table on stdout."""
+"""What the benchmarks share: one thread, interleaved repeats, medians, JSON or a table on stdout.
+
+Import it before torch or numpy: they read the number of threads when they are imported.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ[_name] = "1"
 
 
 def arguments(description: str, repeats: int) -> argparse.Namespace:

@@ -11,21 +11,16 @@ turn. The stock stage has static metadata. Three figures (docs/numbers.md has th
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
-
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ[name] = "1"
-
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+import common  # first: it sets one thread
 from thinpipe.harness import links, plugins
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar

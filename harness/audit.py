@@ -24,7 +24,13 @@ def requested(spec: RunSpec) -> dict[str, Any]:
         direction: sorted({grammar.canonical(rule.use) for rule in spec.compression.rules(direction)})
         for direction in ("forward", "backward")
     }
-    return {"threads": 1, "dtype": "float32", "seed": spec.seed, "schedule": "ScheduleGPipe", "compressors": compressors}
+    return {
+        "threads": 1,
+        "dtype": "float32",
+        "seed": spec.seed,
+        "schedule": "ScheduleGPipe",
+        "compressors": compressors,
+    }
 
 
 def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[str, Any]]) -> None:

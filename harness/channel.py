@@ -205,9 +205,7 @@ class Channel:
 
     def _where(self, i: int) -> str:
         mode = "" if self._training else " (evaluation)"
-        return (
-            f"rank {self.rank}, boundary {self.boundary} {self.direction}, step {self._step}{mode}, micro-batch {i}"
-        )
+        return f"rank {self.rank}, boundary {self.boundary} {self.direction}, step {self._step}{mode}, micro-batch {i}"
 
     @contextmanager
     def _naming(self, i: int):

@@ -57,7 +57,7 @@ def _fits(spec: RunSpec, needed: int, available: int | None) -> None:
     allowed = int(free * (1 - RESERVE))
     if needed > allowed:
         raise UserError(
-            f"the delta caches of this run need {needed / 2**30:.2f} GiB, but only {allowed / 2**30:.2f} GiB of the free "
-            f"{free / 2**30:.2f} GiB may be used; lower task.num_sequences ({spec.task.num_sequences}), the sequence "
-            "length or the width, or choose a smaller cache, e.g. delta(..., cache=fixpoint:4)"
+            f"the delta caches of this run need {needed / 2**30:.2f} GiB, but only {allowed / 2**30:.2f} GiB of the "
+            f"free {free / 2**30:.2f} GiB may be used; lower task.num_sequences ({spec.task.num_sequences}), the "
+            "sequence length or the width, or choose a smaller cache, e.g. delta(..., cache=fixpoint:4)"
         )

@@ -86,9 +86,10 @@ def unseal(buffer: memoryview, expected: Header) -> tuple[int, int | None]:
     """
     if len(buffer) < HEADER_BYTES:
         raise FrameError(f"{len(buffer)} B cannot hold a frame")
-    magic, version, flags, boundary, microbatch, step, compressor, dtype, ndim, _, length, ids, digest, checksum, *shape = (
-        _LAYOUT.unpack_from(buffer)
-    )  # fmt: skip
+    (
+        magic, version, flags, boundary, microbatch, step, compressor, dtype, ndim, _, length, ids, digest, checksum,
+        *shape,
+    ) = _LAYOUT.unpack_from(buffer)  # fmt: skip
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of version {VERSION} (magic {magic:#06x}, version {version}): corrupted")
     total = HEADER_BYTES + length
@@ -97,7 +98,8 @@ def unseal(buffer: memoryview, expected: Header) -> tuple[int, int | None]:
     if _checksum(buffer, total) != checksum:
         raise FrameError("the checksum does not match: the frame was corrupted on its way")
     found = Header(
-        bool(flags & 1), bool(flags & 2), boundary, microbatch, step, compressor, DTYPES[dtype], tuple(shape[:ndim]), ids
+        bool(flags & 1), bool(flags & 2), boundary, microbatch, step, compressor, DTYPES[dtype],
+        tuple(shape[:ndim]), ids,
     )  # fmt: skip
     for field in fields(Header):
         want, got = getattr(expected, field.name), getattr(found, field.name)

@@ -100,7 +100,8 @@ class Links:
             found = grown[fd].bytes_sent - grown[fd].bytes_retrans
             if found != expected[peer]:
                 raise RunError(
-                    f"rank {self.rank} to {peer}: TCP sent {found} B, frames and gloo's additions are {expected[peer]} B"
+                    f"rank {self.rank} to {peer}: TCP sent {found} B, but frames and gloo's additions are "
+                    f"{expected[peer]} B"
                 )
         loopback = tcp.loopback_bytes() - self.loopback_bytes
         if loopback:

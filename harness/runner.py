@@ -117,9 +117,7 @@ class Session:
                 "have the run flagged"
             )
 
-    def run(
-        self, spec: RunSpec, run_dir: Path, progress: Progress = lambda done, total: None
-    ) -> dict[str, Any]:
+    def run(self, spec: RunSpec, run_dir: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Run `spec` in `run_dir` (which holds run.json); returns the status, ended well or not.
 
         KeyboardInterrupt passes through once everything is taken down. A UserError about the machine (no tc, no
@@ -153,9 +151,7 @@ class Session:
         """Measurements of every link, taken once a network in this session."""
         key = spec.network_id
         if key not in self._calibrations:
-            self._calibrations[key] = (
-                [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
-            )
+            self._calibrations[key] = [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
         return self._calibrations[key]
 
 
@@ -264,9 +260,7 @@ class Run:
 
     def _stalled(self, kind: str, rank: int, silence_s: float) -> str:
         at = ", ".join(f"rank {r} at step {s}" for r, s in self.steps.items())
-        return (
-            f"rank {rank} gave no sign of life for {silence_s:.0f} s while it was waited for ({kind}); {at}"
-        )
+        return f"rank {rank} gave no sign of life for {silence_s:.0f} s while it was waited for ({kind}); {at}"
 
     def _ended(self, kind: str, rank: int, status: int) -> str:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -83,9 +83,7 @@ class CompressionSpec(Part):
         rules = (Rule(use=value),) if isinstance(value, str) else value
         if self.warmup_epochs == 0:
             return rules
-        late = tuple(
-            r.model_copy(update={"from_epoch": max(r.from_epoch, self.warmup_epochs)}) for r in rules
-        )
+        late = tuple(r.model_copy(update={"from_epoch": max(r.from_epoch, self.warmup_epochs)}) for r in rules)
         return (Rule(use="none"), *late)
 
     def compressor(self, direction: Literal["forward", "backward"], boundary: int, epoch: int) -> str:

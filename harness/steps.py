@@ -16,7 +16,7 @@ Batches = Callable[..., Sequence[tuple[int, ...]]]
 
 
 class Step(NamedTuple):
-    """One step: the epoch whose compressors are in force, the samples, whether it counts, whether an epoch ends here."""
+    """One step: the epoch whose compressors are in force, its samples, whether it counts, whether an epoch ends."""
 
     epoch: int
     ids: tuple[int, ...]
@@ -52,9 +52,7 @@ def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
         steps = []
         for epoch in range(spec.train.epochs):
             batches = (
-                list(epoch_batches(num_samples, spec.train.batch_size, seed=spec.seed, epoch=epoch))
-                if epoch
-                else first
+                list(epoch_batches(num_samples, spec.train.batch_size, seed=spec.seed, epoch=epoch)) if epoch else first
             )
             measured = spec.train.epochs == 1 or epoch >= max(1, change)
             steps += [Step(epoch, ids, measured, ids is batches[-1]) for ids in batches]

@@ -7,6 +7,7 @@ The mean loss of each micro-batch is taken, gradients are summed over micro-batc
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def clip_coefficient(norms: torch.Tensor, clip: float) -> tuple[float, torch.Ten
 
 
 class NormExchange:
-    """Gathers per-parameter gradient norms of all stages in model order, so that clipping is bit-equal to one process."""
+    """Gathers per-parameter gradient norms of all stages in model order: clipping is then bit-equal to one process."""
 
     def __init__(self, num_parameters: int, group: dist.ProcessGroup | None, world_size: int):
         self.group, self.world_size = group, world_size
@@ -84,7 +85,7 @@ class Regime:
 
 
 def regime(spec: RunSpec, epoch: int) -> Regime:
-    """The compressors of one training epoch, canonical texts. A memory that comes into force later watches until then."""
+    """The compressors of one training epoch, canonical texts. A memory that comes into force later watches."""
     use: dict[tuple[Direction, int], str] = {}
     watch: dict[tuple[Direction, int], tuple[str, ...]] = {}
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -244,9 +245,7 @@ class Trainer:
 
 
 def cache_folder() -> Path:
-    """Where tokenizers are kept between runs: $THINPIPE_CACHE, else $XDG_CACHE_HOME/thinpipe, else ~/.cache/thinpipe."""
-    import os
-
+    """Where tokenizers are kept: $THINPIPE_CACHE, else $XDG_CACHE_HOME/thinpipe, else ~/.cache/thinpipe."""
     named = os.environ.get("THINPIPE_CACHE")
     if named:
         return Path(named)

@@ -166,7 +166,9 @@ class Rank:
                 rank=self.rank,
                 peer=peer,
                 group=self.links.frames,
-                compressors={text: grammar.build(text, self.num_samples) for text in train.texts(self.spec, direction, boundary)},
+                compressors={
+                    text: grammar.build(text, self.num_samples) for text in train.texts(self.spec, direction, boundary)
+                },
                 shape=shape,
                 microbatches=self.spec.pipeline.microbatches,
                 seed=self.spec.seed,
@@ -215,9 +217,7 @@ class Rank:
             batch = self.data.task.batch(dataset.train, step.ids)
             waited = _run_queue_s()
             before = self.trainer.training_time_s
-            self.trainer.step(
-                number, step.epoch, batch, measured=step.measured, regime=train.regime(spec, step.epoch)
-            )
+            self.trainer.step(number, step.epoch, batch, measured=step.measured, regime=train.regime(spec, step.epoch))
             if step.measured:
                 self.queue_s += _run_queue_s() - waited
                 self.measured_s += self.trainer.training_time_s - before

@@ -85,9 +85,7 @@ def calibrate(
     links = lab.topology.links
     predicted_s = sum(predict_s(link, repeats, message_bytes) for link in links.values())
     deadline = time.monotonic() + (3 * predicted_s + 5.0 if budget_s is None else budget_s)
-    return [
-        measure(lab, *pair, repeats=repeats, deadline=deadline, message_bytes=message_bytes) for pair in links
-    ]
+    return [measure(lab, *pair, repeats=repeats, deadline=deadline, message_bytes=message_bytes) for pair in links]
 
 
 def predict_s(link: LinkSpec, repeats: int = 3, message_bytes: int | None = None) -> float:
@@ -186,9 +184,7 @@ def judge(
 def _event(lab: Lab, name: str, deadline: float) -> Any:
     event = lab.event(max(0.0, deadline - time.monotonic()))
     if event is None:
-        raise NetemError(
-            f"{name}: the calibration of the links is over its budget of time; is the machine overloaded?"
-        )
+        raise NetemError(f"{name}: the calibration of the links is over its budget of time; is the machine overloaded?")
     if not event.name.startswith(f"{name}-"):
         raise NetemError(f"process {event.name!r} runs in the lab during calibration; calibrate first")
     if event.kind == "exit" and event.status != 0:
@@ -287,8 +283,6 @@ def goodputs(curve: list[tuple[float, int]], windows: int) -> list[float]:
         begin = times[0] + DISCARD_S + i * WINDOW_S if times else 0.0
         first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, begin + WINDOW_S)
         if last >= len(times) or last == first:
-            raise NetemError(
-                f"the stream carried nothing after window {i} of {windows}; is the link up at all?"
-            )
+            raise NetemError(f"the stream carried nothing after window {i} of {windows}; is the link up at all?")
         found.append((curve[last][1] - curve[first][1]) * 8e-6 / (times[last] - times[first]))
     return found

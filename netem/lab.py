@@ -150,9 +150,7 @@ class Lab:
 
     def _spawn(self, name: str, host: int, target: str, args: Mapping[str, Any], **rest: Any) -> None:
         if not 0 <= host < len(self.topology.hosts):
-            raise NetemError(
-                f"host {host} of process {name!r} is not one of 0..{len(self.topology.hosts) - 1}"
-            )
+            raise NetemError(f"host {host} of process {name!r} is not one of 0..{len(self.topology.hosts) - 1}")
         self._command(op="spawn", name=name, host=host, target=target, args=dict(args), **rest)
         self._used.add(name)
 
@@ -222,9 +220,7 @@ class Lab:
 
     def _known(self, name: str) -> None:
         if name not in self._used:
-            raise NetemError(
-                f"no process {name!r} in this lab; there are: {', '.join(sorted(self._used)) or 'none'}"
-            )
+            raise NetemError(f"no process {name!r} in this lab; there are: {', '.join(sorted(self._used)) or 'none'}")
 
     def _command(self, **command: Any) -> None:
         try:
@@ -239,9 +235,7 @@ class Lab:
             raise NetemError("this lab is not up: use it inside `with Lab(...)`, before close()")
         return self._connection
 
-    def _next(
-        self, wanted: Callable[[dict[str, Any]], bool], timeout_s: float, what: str
-    ) -> dict[str, Any] | None:
+    def _next(self, wanted: Callable[[dict[str, Any]], bool], timeout_s: float, what: str) -> dict[str, Any] | None:
         """The first kept or coming event that is wanted, others kept in order. None after timeout_s."""
         for event in self._events:
             if wanted(event):

@@ -50,9 +50,7 @@ class LinkSpec:
         _in_range("loss_pct", self.loss_pct, 0, 99.9)
         _in_range("queue_ms", self.queue_ms, 0, 60_000)
         if not re.fullmatch(r"[a-z][a-z0-9_]{1,14}", self.congestion):
-            raise NetemError(
-                f"congestion {self.congestion!r} is not a name; say e.g. 'cubic', 'bbr' or 'reno'"
-            )
+            raise NetemError(f"congestion {self.congestion!r} is not a name; say e.g. 'cubic', 'bbr' or 'reno'")
         if self.rate_mbit is None:
             return
         _in_range("rate_mbit", self.rate_mbit, RATE_MBIT_MIN, RATE_MBIT_MAX)

@@ -164,9 +164,7 @@ def _guard(body: Callable[[Connection], None], sock: socket.socket, caller: int)
     os.waitpid(first, 0)
 
 
-def _first(
-    body: Callable[[Connection], None], sock: socket.socket, watched: tuple[int, int], root: bool
-) -> None:
+def _first(body: Callable[[Connection], None], sock: socket.socket, watched: tuple[int, int], root: bool) -> None:
     die_with_parent()
     if select.select([watched[0]], [], [], 0)[0]:
         return  # the guard ended before that took effect

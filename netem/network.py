@@ -37,9 +37,7 @@ def build(wanted: Topology, *, user_namespace: bool) -> dict[str, Any]:
     hosts = range(len(wanted.hosts))
     return {
         "topology": wanted.id,
-        "hosts": [
-            {"name": wanted.hosts[i], "address": wanted.address(i), "interface": INTERFACE} for i in hosts
-        ],
+        "hosts": [{"name": wanted.hosts[i], "address": wanted.address(i), "interface": INTERFACE} for i in hosts],
         "commands": {
             "ip": topology.ip_commands(wanted),
             "hosts": {wanted.hosts[i]: topology.host_commands(wanted, i) for i in hosts},
@@ -89,9 +87,7 @@ def _set_sysctls() -> None:
         try:
             path.write_text(value)
         except OSError as error:
-            raise NetemError(
-                f"{name} cannot be set to {value} in the lab's own namespace: {error}"
-            ) from error
+            raise NetemError(f"{name} cannot be set to {value} in the lab's own namespace: {error}") from error
         if (got := path.read_text().strip()) != value:
             raise NetemError(f"{name} reads back as {got}, asked for {value}")
 

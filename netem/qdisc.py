@@ -130,8 +130,7 @@ def tc_commands(
             f"class add dev {interface} parent 1: classid 1:{c.minor:x} htb "
             f"rate {c.rate_bit}bit ceil {c.ceil_bit}bit "
             f"burst {c.burst_bytes}b cburst {c.cburst_bytes}b quantum {c.quantum_bytes}",
-            f"qdisc add dev {interface} parent 1:{c.minor:x} handle {c.minor:x}: "
-            f"{c.leaf_kind} limit {c.leaf_limit}",
+            f"qdisc add dev {interface} parent 1:{c.minor:x} handle {c.minor:x}: {c.leaf_kind} limit {c.leaf_limit}",
         ]
         if c.destination is not None:
             address = addresses[c.destination] if addresses else topology.address(c.destination)
@@ -245,9 +244,7 @@ def _compare_leaf(asked: ClassPlan, qdiscs: list[dict[str, Any]]) -> list[str]:
     got = (leaf["kind"], leaf.get("options", {}).get("limit"))
     want = (asked.leaf_kind, asked.leaf_limit)
     return (
-        []
-        if got == want
-        else [f"leaf of class {name} is {got[0]} limit {got[1]}, asked for {want[0]} limit {want[1]}"]
+        [] if got == want else [f"leaf of class {name} is {got[0]} limit {got[1]}, asked for {want[0]} limit {want[1]}"]
     )
 
 
@@ -264,8 +261,7 @@ def parse_counters(
         return [_counter(root, None, root["overlimits"])]
     by_parent = {q.get("parent"): q for q in qdiscs}
     return [
-        _counter(by_parent[f"1:{c.minor:x}"], c.destination, classes[c.minor]["overlimits"])
-        for c in requested.classes
+        _counter(by_parent[f"1:{c.minor:x}"], c.destination, classes[c.minor]["overlimits"]) for c in requested.classes
     ]
 
 

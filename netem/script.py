@@ -118,9 +118,7 @@ def _check(topology: Topology, host: int, interface: str, addresses: list[str]) 
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", interface):
         raise NetemError(f"interface {interface!r} is not a name (see `ip -br link` on the host)")
     if len(addresses) != len(topology.hosts) or len(set(addresses)) != len(addresses):
-        raise NetemError(
-            f"{len(topology.hosts)} different addresses are needed, one for each host; got {addresses}"
-        )
+        raise NetemError(f"{len(topology.hosts)} different addresses are needed, one for each host; got {addresses}")
     for address in addresses:
         try:
             ipaddress.IPv4Address(address)
@@ -129,17 +127,12 @@ def _check(topology: Topology, host: int, interface: str, addresses: list[str]) 
     for (source, destination), link in topology.links.items():
         if source == host and link.impaired:
             raise NetemError(
-                f"{source} -> {destination} asks for delay, jitter or loss; scripts cannot set these yet: "
-                "use 0"
+                f"{source} -> {destination} asks for delay, jitter or loss; scripts cannot set these yet: use 0"
             )
 
 
 def _expected(topology: Topology, host: int, peer: int, address: str) -> str:
     link = topology.link(host, peer)
     goodput = expected_goodput_mbit(link)
-    rate = (
-        "no limit"
-        if goodput is None
-        else f"{goodput:.4g} Mbit of TCP payload ({link.rate_mbit:g} at layer 2)"
-    )
+    rate = "no limit" if goodput is None else f"{goodput:.4g} Mbit of TCP payload ({link.rate_mbit:g} at layer 2)"
     return f"  to {address}: {rate}\n"

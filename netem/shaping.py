@@ -54,10 +54,7 @@ def apply(wanted: Topology, host: int) -> dict[str, Any]:
     effective = read_back(INTERFACE)
     addresses = [wanted.address(i) for i in range(len(wanted.hosts))]
     wrong = topology.compare_interface(wanted, host, interface)
-    wrong += [
-        f"{wanted.hosts[host]}: {text}"
-        for text in qdisc.compare(qdisc.plan(wanted, host), effective, addresses)
-    ]
+    wrong += [f"{wanted.hosts[host]}: {text}" for text in qdisc.compare(qdisc.plan(wanted, host), effective, addresses)]
     if wrong:
         raise NetemError(
             f"the network is not what was asked for: {'; '.join(wrong)}. Nothing was run; check which "
@@ -65,9 +62,7 @@ def apply(wanted: Topology, host: int) -> dict[str, Any]:
         )
     return {
         "interface": interface,
-        "qdiscs": [
-            {key: q.get(key) for key in ("kind", "handle", "parent", "options")} for q in effective.qdiscs
-        ],
+        "qdiscs": [{key: q.get(key) for key in ("kind", "handle", "parent", "options")} for q in effective.qdiscs],
         "classes": {f"1:{minor:x}": values for minor, values in sorted(effective.classes.items())},
         "filters": {address: f"1:{minor:x}" for address, minor in sorted(effective.filters.items())},
     }

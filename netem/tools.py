@@ -19,9 +19,7 @@ def find(tool: str) -> str:
     """Full path of a tool. Raises NetemError naming the package to install."""
     path = shutil.which(tool, path=f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}")
     if path is None:
-        raise NetemError(
-            f"`{tool}` was not found: install the package iproute2 (Debian, Ubuntu, Fedora: iproute2)"
-        )
+        raise NetemError(f"`{tool}` was not found: install the package iproute2 (Debian, Ubuntu, Fedora: iproute2)")
     return path
 
 
@@ -47,9 +45,7 @@ def run(argv: list[str], text: str | None = None) -> str:
         raise NetemError(f"`{shown}` could not be started: {error}") from error
     if done.returncode:
         said = " / ".join(done.stderr.split("\n")).strip(" /") or "nothing"
-        raise NetemError(
-            f"`{shown}` failed with status {done.returncode}; it said: {said}{_line(text, said)}"
-        )
+        raise NetemError(f"`{shown}` failed with status {done.returncode}; it said: {said}{_line(text, said)}")
     return done.stdout
 
 
@@ -59,9 +55,7 @@ def run_json(argv: list[str]) -> Any:
     try:
         return json.loads(text or "[]")
     except json.JSONDecodeError as error:
-        raise NetemError(
-            f"`{' '.join(argv)}` printed no JSON ({error}); iproute2 5.0 or later is needed"
-        ) from None
+        raise NetemError(f"`{' '.join(argv)}` printed no JSON ({error}); iproute2 5.0 or later is needed") from None
 
 
 def _line(text: str | None, said: str) -> str:

@@ -74,12 +74,8 @@ class Topology:
         ignored."""
         n = len(rates_mbit)
         if any(len(row) != n for row in rates_mbit):
-            raise NetemError(
-                f"a matrix of rates must be square; got rows of {[len(row) for row in rates_mbit]}"
-            )
-        links = {
-            (i, j): replace(link, rate_mbit=rates_mbit[i][j]) for i in range(n) for j in range(n) if i != j
-        }
+            raise NetemError(f"a matrix of rates must be square; got rows of {[len(row) for row in rates_mbit]}")
+        links = {(i, j): replace(link, rate_mbit=rates_mbit[i][j]) for i in range(n) for j in range(n) if i != j}
         return cls(_names(n), links)
 
     @classmethod
@@ -135,8 +131,7 @@ def ip_commands(topology: Topology) -> str:
     lines += [f"link add {BRIDGE} type bridge stp_state 0 mcast_snooping 0", f"link set dev {BRIDGE} up"]
     for i, name in enumerate(topology.hosts):
         lines += [
-            f"link add p{i} mtu {mtu} type veth "
-            f"peer name {INTERFACE} mtu {mtu} address {topology.mac(i)} netns {name}",
+            f"link add p{i} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} address {topology.mac(i)} netns {name}",
             f"link set dev p{i} master {BRIDGE} up",
         ]
     return "\n".join(lines) + "\n"
@@ -156,8 +151,7 @@ def host_commands(topology: Topology, host: int) -> str:
     for peer in topology.peers(host):
         address, congestion = topology.address(peer), topology.link(host, peer).congestion
         lines += [
-            f"route replace {address}/32 dev {INTERFACE} proto static scope link src {own} "
-            f"congctl {congestion}",
+            f"route replace {address}/32 dev {INTERFACE} proto static scope link src {own} congctl {congestion}",
             f"neigh replace {address} lladdr {topology.mac(peer)} dev {INTERFACE} nud permanent",
         ]
     return "\n".join(lines) + "\n"

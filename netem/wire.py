@@ -43,9 +43,7 @@ class Connection:
         size."""
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MESSAGE_BYTES_MAX:
-            raise ValueError(
-                f"control message of {len(body)} bytes; at most {MESSAGE_BYTES_MAX} (use a file)"
-            )
+            raise ValueError(f"control message of {len(body)} bytes; at most {MESSAGE_BYTES_MAX} (use a file)")
         self._out += _LENGTH.pack(len(body)) + body
 
     def flush(self) -> None:

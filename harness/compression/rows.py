@@ -84,7 +84,7 @@ class Rows(ABC):
     def digest(self) -> int:
         for sample in self._dirty:
             row = self.data[self.slots[sample]].contiguous().cpu()
-            fresh = xxhash.xxh3_64_intdigest(as_bytes(row).numpy(), seed=sample & _U64)
+            fresh = xxhash.xxh3_64_intdigest(as_bytes(row).numpy().data, seed=sample & _U64)
             self._digest ^= self._hashes.get(sample, 0) ^ fresh
             self._hashes[sample] = fresh
         self._dirty.clear()

@@ -76,9 +76,7 @@ def _reap() -> None:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the client's to handle; it then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it then closes the socket
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         serve(sock)
     os._exit(0)  # at once: nothing here needs the interpreter's slow farewell

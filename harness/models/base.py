@@ -94,9 +94,7 @@ def checkpoint_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"model.checkpoint {directory} has no config.json. {EXPECTED}") from None
     except ValueError as error:
-        raise UserError(
-            f"{directory / 'config.json'} is no JSON: {error}. Save the checkpoint again."
-        ) from None
+        raise UserError(f"{directory / 'config.json'} is no JSON: {error}. Save the checkpoint again.") from None
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'config.json'} holds no JSON object. Save the checkpoint again.")
     return config
@@ -108,14 +106,10 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
         return (directory / WEIGHTS,)
     if not (directory / INDEX).is_file():
         pickled = sorted(path.name for path in directory.glob("*.bin"))
-        hint = (
-            f" {pickled[0]} is pickled: load it with transformers and save_pretrained it." if pickled else ""
-        )
+        hint = f" {pickled[0]} is pickled: load it with transformers and save_pretrained it." if pickled else ""
         raise UserError(f"model.checkpoint {directory} has no {WEIGHTS} and no {INDEX}. {EXPECTED}{hint}")
     try:
-        names = sorted(
-            set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        )
+        names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{directory / INDEX} has no usable weight_map. Save the checkpoint again.") from None
     missing = [name for name in names if not (directory / name).is_file()]
@@ -128,13 +122,9 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
 
 def _preset_sizes(spec: ModelSpec, presets: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     if spec.preset not in presets:
-        raise UserError(
-            f"unknown preset {spec.preset!r} of model {spec.name!r}.{near_miss(spec.preset, presets)}"
-        )
+        raise UserError(f"unknown preset {spec.preset!r} of model {spec.name!r}.{near_miss(spec.preset, presets)}")
     overrides = {name: getattr(spec, name) for name in OVERRIDES}
-    return dict(presets[spec.preset]) | {
-        name: value for name, value in overrides.items() if value is not None
-    }
+    return dict(presets[spec.preset]) | {name: value for name, value in overrides.items() if value is not None}
 
 
 def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int]:
@@ -149,9 +139,7 @@ def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int
         )
     checkpoint_files(directory)
     if spec.preset != ModelSpec().preset:
-        raise UserError(
-            f"model.preset {spec.preset!r} has no effect beside model.checkpoint: leave one of them out."
-        )
+        raise UserError(f"model.preset {spec.preset!r} has no effect beside model.checkpoint: leave one of them out.")
     sizes: dict[str, int] = {}
     for name, key in keys.items():
         # null stands for "the family's default" in these files, as a missing key does.
@@ -192,6 +180,4 @@ def _check(sizes: Mapping[str, int], task: TaskSpec) -> None:
 
 
 def _evaluate(polynomial: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    return sum(
-        factor * math.prod(sizes[name] for name in term.split("*")) for term, factor in polynomial.items()
-    )
+    return sum(factor * math.prod(sizes[name] for name in term.split("*")) for term, factor in polynomial.items())

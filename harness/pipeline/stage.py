@@ -27,7 +27,12 @@ from thinpipe.harness.channel import Channel, Traffic
 from thinpipe.harness.compression.base import Direction
 from thinpipe.harness.recorder import Recorder, now
 
-SIDES: tuple[tuple[Direction, str], ...] = (("forward", "in"), ("forward", "out"), ("backward", "in"), ("backward", "out"))
+SIDES: tuple[tuple[Direction, str], ...] = (
+    ("forward", "in"),
+    ("forward", "out"),
+    ("backward", "in"),
+    ("backward", "out"),
+)
 
 
 class CompressedStage(PipelineStage):
@@ -118,7 +123,9 @@ class CompressedStage(PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
         return (self.channels["backward", "in"].receive(bwd_chunk_id),)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
         self._chunk = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 

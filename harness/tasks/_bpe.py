@@ -128,9 +128,7 @@ def _read(path: Path, vocab_size: int) -> Tokens:
             ids, text = data["ids"], data["tokenizer"].tobytes()
         vocabulary = len(json.loads(text)["model"]["vocab"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"the tokenizer cache {path} cannot be read ({error}). Delete it, run again."
-        ) from None
+        raise UserError(f"the tokenizer cache {path} cannot be read ({error}). Delete it, run again.") from None
     # A tokenizer loaded the wrong way has an empty vocabulary and says nothing.
     assert vocabulary == vocab_size, f"{path} holds {vocabulary} tokens, not {vocab_size}"
     assert 0 <= ids.min() <= ids.max() < vocab_size, f"{path} holds ids outside its vocabulary"

@@ -26,9 +26,7 @@ __all__ = ["batch", "choose", "epoch_batches", "evaluation_batches", "prepare"]
 
 VERSION = 1
 SUMMARY = "next-token prediction on blocks of a text: pydoc, shakespeare, or the path of a UTF-8 file"
-SOURCE = (
-    "Radford et al. 2019 (byte-level BPE); Wang et al. 2022, arXiv 2206.01299 (fixed blocks, tail dropped)"
-)
+SOURCE = "Radford et al. 2019 (byte-level BPE); Wang et al. 2022, arXiv 2206.01299 (fixed blocks, tail dropped)"
 PARAMETERS = {"corpora": ["pydoc", "shakespeare"]}
 
 

@@ -38,7 +38,9 @@ OVERRIDES = {
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overridden_methods_are_as_they_were(name):
     stock = getattr(PipelineStage, name, None)
-    assert stock is not None, f"torch {torch.__version__} has no PipelineStage.{name}: CompressedStage.{name} is never called"
+    assert stock is not None, (
+        f"torch {torch.__version__} has no PipelineStage.{name}: CompressedStage.{name} is never called"
+    )
     found = list(inspect.signature(stock).parameters)
     assert found == OVERRIDES[name], (
         f"torch {torch.__version__} changed PipelineStage.{name} from {OVERRIDES[name]} to {found}: "
@@ -60,7 +62,9 @@ CALLS = {
     torch_schedules._PipelineSchedule._warmup_p2p: ["_warmup_forward_vote(", "_warmup_backward_result("],
     torch_schedules._PipelineSchedule._initialize_pp_stages: ["_prepare_forward_infra(", "_prepare_backward_infra("],
     torch_schedules._PipelineSchedule.eval: ["self._has_backward = False"],
-    PipelineStage.forward_one_chunk: ["self._retrieve_recv_activations(", "self.forward_maybe_with_nosync(", "fwd_cache["],
+    PipelineStage.forward_one_chunk: [
+        "self._retrieve_recv_activations(", "self.forward_maybe_with_nosync(", "fwd_cache[",
+    ],
     PipelineStage.backward_one_chunk: [
         "self._retrieve_recv_grads(", "self.backward_maybe_with_nosync(", "len(self._stage_meta.inputs)",
         "self.bwd_cache[bwd_chunk_id]",
@@ -74,7 +78,9 @@ def test_torch_still_calls_them_in_this_order(function):
     position = -1
     for call in CALLS[function]:
         found = source.find(call, position + 1)
-        assert found > position, f"torch {torch.__version__}: {function.__qualname__} no longer has {call!r} where it was"
+        assert found > position, (
+            f"torch {torch.__version__}: {function.__qualname__} no longer has {call!r} where it was"
+        )
         position = found
 
 

@@ -34,6 +34,7 @@ def hugging_face(spec):
         vocab_size=shape.vocab_size, n_positions=shape.positions, n_embd=shape.width, n_layer=shape.layers,
         n_head=shape.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
         use_cache=False, attn_implementation="sdpa",
+        activation_function="gelu_pytorch_tanh",
     )  # fmt: skip
     theirs = GPT2LMHeadModel(config)
     state = {}

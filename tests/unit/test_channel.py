@@ -62,7 +62,7 @@ def ends(*texts, seed=0):
     return end(True), end(False)
 
 
-def step(sender, receiver, tensors, number=0, ids=((0, 1), (2, 3)), their_ids=None, **kwargs):
+def step(sender, receiver, tensors, number=0, *, ids=((0, 1), (2, 3)), their_ids=None, **kwargs):
     kwargs = {"training": True, "use": "none", **kwargs}
     sender.begin_step(number, ids, **kwargs)
     receiver.begin_step(number, their_ids or ids, **kwargs)

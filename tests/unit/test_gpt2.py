@@ -53,6 +53,7 @@ def hugging_face(spec: ModelSpec, *, tied: bool = False, seed: int = 0) -> GPT2L
     config = GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.positions, n_embd=shape.width, n_layer=shape.layers,
         n_head=shape.heads, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
+        activation_function="gelu_pytorch_tanh",
         bos_token_id=None, eos_token_id=None, tie_word_embeddings=tied, attn_implementation="sdpa",
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
@@ -139,10 +140,7 @@ def test_the_loss_curve_is_bit_equal_at_every_stage_count_and_to_hugging_face():
     assert expected[-1] != expected[0]
     for count in STAGES:
         stages = stages_of(SPEC, count)
-        assert (
-            curve(list(named(stages).values()), lambda rows, s=stages: forward_backward(s, rows)[1])
-            == expected
-        )
+        assert curve(list(named(stages).values()), lambda rows, s=stages: forward_backward(s, rows)[1]) == expected
 
 
 def test_a_fresh_model_is_hugging_faces_tied_model():
@@ -235,9 +233,7 @@ def test_resolve_needs_no_torch():
         "from thinpipe.harness.spec import ModelSpec, TaskSpec\nresolve(ModelSpec(), TaskSpec())\n"
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'imported'"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -335,9 +331,7 @@ def test_a_bare_gpt2model_has_no_prefix(saved, tmp_path):
 
 def test_an_untied_checkpoint_keeps_its_head_and_needs_it(saved, tmp_path):
     head = torch.randn(330, 32, generator=torch.Generator().manual_seed(9))
-    untied = copy(
-        saved, tmp_path / "a", change=lambda w: w | {"lm_head.weight": head}, tie_word_embeddings=False
-    )
+    untied = copy(saved, tmp_path / "a", change=lambda w: w | {"lm_head.weight": head}, tie_word_embeddings=False)
     stage = stages_of(ModelSpec(checkpoint=str(untied)), 3)[-1]
     assert torch.equal(stage.lm_head.weight, head)
     headless = copy(saved, tmp_path / "b", tie_word_embeddings=False)
@@ -359,9 +353,7 @@ def test_a_stage_needs_only_its_own_tensors(saved, tmp_path):
     first, last = split(shape, 2)
     assert first.blocks.start == 0
     gpt2.build(ModelSpec(checkpoint=str(partial)), shape, last, seed=0)
-    with pytest.raises(
-        UserError, match=r"lacks 12 tensor\(s\) of this model: h\.0\.ln_1\.weight, .*, \.\.\."
-    ):
+    with pytest.raises(UserError, match=r"lacks 12 tensor\(s\) of this model: h\.0\.ln_1\.weight, .*, \.\.\."):
         gpt2.build(ModelSpec(checkpoint=str(partial)), shape, first, seed=0)
 
 
@@ -369,9 +361,7 @@ def test_tensors_of_another_shape_or_type_are_refused(saved, tmp_path):
     wide = copy(saved, tmp_path / "a", n_inner=96)
     with pytest.raises(UserError, match=r"h\.0\.mlp\.c_fc\.weight of .* has shape \(32, 80\).*\(32, 96\)"):
         stages_of(ModelSpec(checkpoint=str(wide)), 1)
-    integer = copy(
-        saved, tmp_path / "b", change=lambda w: {k: (100 * v).to(torch.int8) for k, v in w.items()}
-    )
+    integer = copy(saved, tmp_path / "b", change=lambda w: {k: (100 * v).to(torch.int8) for k, v in w.items()})
     with pytest.raises(UserError, match=r"torch\.int8: quantised checkpoints are not supported"):
         stages_of(ModelSpec(checkpoint=str(integer)), 1)
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(
-    p for folder in ("harness", "netem", "plots", "experiments") for p in (ROOT / folder).rglob("*.py")
-)
+FILES = sorted(p for folder in ("harness", "netem", "plots", "experiments") for p in (ROOT / folder).rglob("*.py"))
 FILES.append(ROOT / "cli.py")
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
-    "cli", "audit", "check", "doctor", "errors", "experiment", "figures", "predict", "progress", "verbs", "views", "lock", "manifest", "metrics", "plan", "plugins", "render",
-    "runner", "spec", "stats", "steps", "store", "summary", "sweep", "grammar", "local", "_forkserver", "partition",
+    "_forkserver", "audit", "check", "cli", "doctor", "errors", "experiment", "figures", "grammar", "local",
+    "lock", "manifest", "metrics", "partition", "plan", "plugins", "predict", "progress", "render", "runner",
+    "spec", "stats", "steps", "store", "summary", "sweep", "verbs", "views",
 }  # fmt: skip
 
 
@@ -41,9 +40,7 @@ def test_layers(path):
     relative = path.relative_to(ROOT).as_posix()
     every = imports(path, top_only=False)
     if relative.startswith("netem/"):
-        assert not starts(every, "thinpipe.harness", "thinpipe.plots", "torch"), (
-            "netem imports nothing of ours"
-        )
+        assert not starts(every, "thinpipe.harness", "thinpipe.plots", "torch"), "netem imports nothing of ours"
     if relative.startswith("plots/"):
         heavy = starts(every, "torch", "thinpipe.netem", "thinpipe.harness.store", "thinpipe.harness.runner")
         assert not heavy, "plots read tables only"
@@ -65,7 +62,5 @@ def test_listing_and_planning_import_no_torch():
         "bad = {'torch', 'numba', 'transformers', 'pyarrow', 'datasets'} & set(sys.modules);"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

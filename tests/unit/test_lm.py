@@ -269,9 +269,7 @@ def test_processes_that_train_at_once_agree_and_keep_no_thread(tmp_path):
     children = [subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     answers = [child.communicate(timeout=120)[0].split() for child in children]
     assert [child.returncode for child in children] == [0, 0]
-    assert [answer[:2] for answer in answers] == [["1", "true"]] * 2, (
-        "threads; the caller's setting is left alone"
-    )
+    assert [answer[:2] for answer in answers] == [["1", "true"]] * 2, "threads; the caller's setting is left alone"
     here = prepare("pydoc", tmp_path)
     order = epoch_batches(20, 4, seed=7, epoch=2)
     data = here.train.numpy().tobytes() + here.held_out.numpy().tobytes() + str(order).encode()

@@ -77,9 +77,7 @@ def test_missing_tools_name_the_package(monkeypatch):
 
 def test_a_failing_batch_names_its_line(monkeypatch, tmp_path):
     fake = tmp_path / "tc"
-    fake.write_text(
-        "#!/bin/sh\necho 'Error: Exclusivity flag on.' >&2\necho 'Command failed -:2' >&2\nexit 1\n"
-    )
+    fake.write_text("#!/bin/sh\necho 'Error: Exclusivity flag on.' >&2\necho 'Command failed -:2' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(NetemError) as error:
@@ -135,10 +133,7 @@ def test_bad_targets_say_which_part(target, said):
 
 def test_loopback_is_read_from_proc():
     header = "Inter-|   Receive    |  Transmit\n face |bytes    packets\n"
-    text = (
-        header
-        + "    lo:  84 1 0 0 0 0 0 0  90 2 0 0 0 0 0 0\n  eth0: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"
-    )
+    text = header + "    lo:  84 1 0 0 0 0 0 0  90 2 0 0 0 0 0 0\n  eth0: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"
     assert parse_loopback(text) == {"bytes": 90, "packets": 2}
 
 
@@ -171,9 +166,7 @@ def test_the_fast_side_grants_one_chunk_and_no_more():
     ideal, granted = wire_time_s(link, size), (gso_bytes(link) + 1600) / 1.25e6
     for factor, ok in ((0.99, True), (1.01, False)):
         time_s = ideal * 0.96 - granted * factor
-        made = calibrate.judge(
-            link, (0, 1), goodput_mbit=9.564, message_bytes=size, time_s=time_s, rtt_ms=0.1
-        )
+        made = calibrate.judge(link, (0, 1), goodput_mbit=9.564, message_bytes=size, time_s=time_s, rtt_ms=0.1)
         assert made.ok == ok
 
 

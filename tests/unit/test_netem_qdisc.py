@@ -208,17 +208,11 @@ def test_mismatches_of_leaves_filters_and_roots_are_named():
         "leaf of class 1:11 is bfifo limit 5, asked for bfifo limit 1250000"
     ]
     assert qdisc.compare(plan, effective(qdiscs=QDISCS[:2]), ADDRESSES) == ["class 1:fff has no leaf qdisc"]
-    assert qdisc.compare(plan, effective(filters=[]), ADDRESSES) == [
-        "no filter sends 10.77.0.2 to class 1:11"
-    ]
+    assert qdisc.compare(plan, effective(filters=[]), ADDRESSES) == ["no filter sends 10.77.0.2 to class 1:11"]
     assert qdisc.compare(plan, effective(qdiscs=[]), ADDRESSES) == ["root qdisc is [], asked for htb"]
-    assert qdisc.compare(qdisc.HostPlan(()), effective(), ADDRESSES) == [
-        "root qdisc is ['htb'], asked for pfifo"
-    ]
+    assert qdisc.compare(qdisc.HostPlan(()), effective(), ADDRESSES) == ["root qdisc is ['htb'], asked for pfifo"]
     other = [replace_default(QDISCS[0], "0x0"), *QDISCS[1:]]
-    assert qdisc.compare(plan, effective(qdiscs=other), ADDRESSES) == [
-        "default class is 0x0, asked for 0xfff"
-    ]
+    assert qdisc.compare(plan, effective(qdiscs=other), ADDRESSES) == ["default class is 0x0, asked for 0xfff"]
 
 
 def replace_default(root, value):

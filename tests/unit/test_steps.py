@@ -46,5 +46,5 @@ def test_timing_cycles_fixed_batches_after_one_unmeasured_pass():
 
 
 def test_too_few_samples_say_what_to_change():
-    with pytest.raises(UserError, match="lower train.batch_size"):
+    with pytest.raises(UserError, match=r"lower train\.batch_size"):
         steps.plan(spec(), 3, batches)

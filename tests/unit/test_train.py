@@ -41,9 +41,7 @@ def test_weight_decay_is_for_matrices_only():
 
 
 def test_warm_up_sends_uncompressed_while_the_later_memory_watches():
-    spec = parse(
-        {"compression": {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8", "warmup_epochs": 1}}
-    )
+    spec = parse({"compression": {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8", "warmup_epochs": 1}})
     first, second = train.regime(spec, 0), train.regime(spec, 1)
     assert first.use == {("forward", 0): "none", ("backward", 0): "none"}
     assert "delta(fixpoint:4)" in first.watch["forward", 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class Delta(Memory):
     keeps each row as a message of one sample. capacity: samples there will be, None where that is not known.
     """
 
-    state: Literal["shared"] = "shared"
+    state: ClassVar[Literal["none", "shared", "sender"]] = "shared"
 
     def __init__(
         self,
