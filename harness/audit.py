@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thinpipe.harness.compression import grammar
+from thinpipe.harness import regimes
 from thinpipe.harness.errors import RunError
 from thinpipe.harness.spec import RunSpec
 
@@ -21,8 +21,9 @@ RUN_QUEUE_LIMIT_PCT = 5.0
 def requested(spec: RunSpec) -> dict[str, Any]:
     """The settings every rank must read back."""
     compressors = {
-        direction: sorted({grammar.canonical(rule.use) for rule in spec.compression.rules(direction)})
-        for direction in ("forward", "backward")
+        f"{direction}/{boundary}": sorted(regimes.texts(spec, direction, boundary))
+        for direction in regimes.DIRECTIONS
+        for boundary in range(spec.pipeline.stages - 1)
     }
     return {
         "threads": 1,
@@ -40,11 +41,29 @@ def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[s
             if found[name] != asked[name]:
                 raise RunError(f"rank {rank}: {name} was to be {asked[name]!r}, but is {found[name]!r}")
         for channel, names in found["compressors"].items():
-            direction = channel.split("/")[0]
-            unknown = set(names) - set(asked["compressors"][direction]) - {"none"}
-            unknown -= {grammar.inner(text) for text in asked["compressors"][direction]}
-            if unknown:
-                raise RunError(f"rank {rank}, {channel}: compressors {sorted(unknown)} were not asked for")
+            if names != asked["compressors"].get(channel):
+                raise RunError(
+                    f"rank {rank}, {channel}: the compressors were to be {asked['compressors'].get(channel)}, "
+                    f"but are {names}"
+                )
+    there = {channel for found in effective.values() for channel in found["compressors"]}
+    if missing := sorted(set(asked["compressors"]) - there):
+        raise RunError(f"no rank has a channel for {', '.join(missing)}")
+    for name in ("steps", "data"):
+        values = {rank: found[name] for rank, found in effective.items()}
+        if any(value != values[0] for value in values.values()):
+            raise RunError(f"the ranks disagree about their {name}: {values}")
+
+
+def compare_digests(reports: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise RunError unless the two ends of every channel hold the same shared memory at the end of the run."""
+    ends: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, report in reports.items():
+        for memory, digest in report["digests"].items():
+            ends[memory][rank] = digest
+    for memory, held in ends.items():
+        if len(held) != 2 or len(set(held.values())) != 1:
+            raise RunError(f"{memory}: the two ends' memories differ at the end of the run: {held}")
 
 
 def wire_bytes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[int, int]:

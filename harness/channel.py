@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from thinpipe.harness import frame
 from thinpipe.harness.compression.base import Compressor, Context, Direction, Memory
-from thinpipe.harness.errors import CodecError, DivergedError, FrameError, RunError
+from thinpipe.harness.errors import CodecError, DivergedError, FrameError, PeerError
 from thinpipe.harness.recorder import Recorder, now
 
 
@@ -95,6 +95,7 @@ class Channel:
         self._active = self.compressors[use]
         self._watch = [c for text in watch if isinstance(c := self.compressors[text], Memory)] if training else []
         self.traffic = Traffic(use)
+        self._received = 0
         every = self.policy.sample_every
         self._sampled = training and every > 0 and step % every == 0
         if not self.sends:
@@ -116,7 +117,7 @@ class Channel:
         end = now()
         self._works.append(dist.isend(self._buffers[i][:total], group=self.group, tag=self._tag, group_dst=self.peer))
         self.recorder.span("encode", start, end, i, self.direction)
-        self.recorder.span("send", end, end, i, self.direction)
+        self.recorder.span("send", end, now(), i, self.direction)
         self._count(x.numel(), n, total)
 
     def receive(self, i: int) -> torch.Tensor:
@@ -139,6 +140,7 @@ class Channel:
         self.recorder.span("decode", arrived, now(), i, self.direction)
         self.messages += 1
         self.bytes += frame.HEADER_BYTES + length
+        self._received += 1
         return x
 
     def finish_step(self) -> Traffic:
@@ -148,8 +150,18 @@ class Channel:
             for i, work in enumerate(self._works):
                 self._wait(work, i)
             self.recorder.span("wait_send", start, now(), -1, self.direction)
+        else:
+            assert self._received == len(self._works), "a posted receive was never taken"
         self._works = []
         return self.traffic
+
+    def digests(self) -> dict[str, str]:
+        """Digest of each shared memory this end holds, by channel and text."""
+        return {
+            f"{self.direction}/{self.boundary} {text}": f"{compressor.digest():016x}"
+            for text, compressor in self.compressors.items()
+            if isinstance(compressor, Memory) and compressor.state == "shared"
+        }
 
     def _after_encode(self, i: int, x: torch.Tensor, ctx: Context, n: int) -> None:
         """Off the path of ordinary steps: memories that only watch, and the sampled error."""
@@ -219,7 +231,7 @@ class Channel:
             work.wait(timedelta(seconds=self.policy.limit_s))
         except RuntimeError as error:
             verb = "send to" if self.sends else "receive from"
-            raise RunError(
+            raise PeerError(
                 f"{self._where(i)}: the {verb} rank {self.peer} did not complete within {self.policy.limit_s:.0f} s "
                 f"or its process ended ({str(error).splitlines()[0]})"
             ) from error

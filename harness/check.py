@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import psutil
 
-from thinpipe.harness import plugins, steps, train, worker
+from thinpipe.harness import plugins, regimes, steps, worker
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Memory
 from thinpipe.harness.compression.kernels import cpu
@@ -40,9 +40,9 @@ def check(spec: RunSpec, *, available_bytes: int | None = None) -> None:
 def cache_bytes(spec: RunSpec, num_samples: int, shape: tuple[int, ...]) -> int:
     """Bytes of all memories of a run on this machine: both ends of every boundary, both directions."""
     total = 0
-    for direction in ("forward", "backward"):
+    for direction in regimes.DIRECTIONS:
         for boundary in range(spec.pipeline.stages - 1):
-            for text in train.texts(spec, direction, boundary):  # type: ignore[arg-type]
+            for text in regimes.texts(spec, direction, boundary):
                 compressor = grammar.build(text)
                 if isinstance(compressor, Memory):
                     ends = 2 if compressor.state == "shared" else 1

@@ -30,6 +30,10 @@ class CodecError(RunError):
     """A codec or memory broke its contract, e.g. decoded a non-finite value from finite input."""
 
 
+class PeerError(RunError):
+    """A peer did not send or take what was due: what a rank sees of another rank's end, seldom the cause itself."""
+
+
 class FrameError(RunError):
     """A frame did not arrive as sent, or is not the one the receiver expects."""
 

@@ -21,17 +21,17 @@ BLOCKED = ("wait_receive", "wait_send")
 
 
 class Recorder:
-    """Collects rows of one rank. `keep_spans=False` drops per-span rows but keeps their sums."""
+    """Collects rows of one rank. While `keep_spans` is False spans are summed only (evaluation)."""
 
-    def __init__(self, run_id: str, rank: int, path: Path | None = None, *, keep_spans: bool = True):
-        self.run_id, self.rank, self.keep_spans = run_id, rank, keep_spans
+    def __init__(self, run_id: str, rank: int, path: Path | None = None):
+        self.run_id, self.rank, self.keep_spans = run_id, rank, True
         self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in metrics.TABLES if name != "runs"}
         self.step = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._file = path.open("a", encoding="utf-8") if path else None
 
     def span(self, phase: str, start: float, end: float, microbatch: int = -1, direction: str | None = None) -> None:
-        """Note that this rank was busy with `phase` from `start` to `end` (CLOCK_MONOTONIC seconds)."""
+        """Note that this rank spent `start` to `end` (CLOCK_MONOTONIC seconds) in `phase`, waits included."""
         self._sums[phase] += end - start
         if self.keep_spans:
             self.rows["spans"].append(

@@ -13,12 +13,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import audit, manifest, store
+from thinpipe.harness import audit, manifest, predict, store
 from thinpipe.harness.errors import DivergedError, RunError, UserError
 from thinpipe.harness.launch.base import Launcher, topology_to_json
 from thinpipe.harness.launch.local import LocalLauncher
@@ -30,8 +30,12 @@ from thinpipe.netem.topology import Topology
 
 SETUP_LIMIT_S = 180.0
 SETTLE_LIMIT_S = 60.0
-# A step may take this many times as long as its bytes need at the link's rate, and this long at least.
+# A rank may be silent this many times as long as its longest step or evaluation batch is predicted to take.
 STALL_FACTOR, STALL_LIMIT_S = 20.0, 60.0
+# A rank that waits in vain says which message it waited for; only then is it the runner's turn.
+GRACE_S = 5.0
+# How long the cause of a failure may come after a consequence of it.
+CAUSE_WITHIN_S = 0.5
 # Rates up to this are carried by any machine; above, what this one carries is measured first.
 SURE_RATE_MBIT = 200.0
 
@@ -48,13 +52,8 @@ def link_of(network: NetworkSpec) -> LinkSpec:
 
 
 def stall_limit_s(spec: RunSpec) -> float:
-    """Longest silence of a rank that is not a failure: from the uncompressed bytes of a step and the rate."""
-    rate = spec.network.rate_mbit
-    if rate is None:
-        return STALL_LIMIT_S
-    width = spec.model.width or 1024
-    step_bits = 32 * spec.train.batch_size * spec.task.sequence_length * width * 2
-    return max(STALL_LIMIT_S, STALL_FACTOR * step_bits / (rate * 1e6))
+    """How long a rank may wait for one message; its longest silence is predicted from the spec."""
+    return max(STALL_LIMIT_S, STALL_FACTOR * predict.longest_silence_s(spec))
 
 
 class Session:
@@ -97,7 +96,8 @@ class Session:
             key = f"{spec.train_id}/{spec.measure}"
             if key not in trained:
                 trained.add(key)
-                self.launcher.check(spec)
+                with _as_user_error():
+                    self.launcher.check(spec)
 
     def _buildable(self, spec: RunSpec) -> None:
         """Bring the network up once and down again: what tc, the kernel or a missing privilege refuses shows now."""
@@ -123,23 +123,24 @@ class Session:
         KeyboardInterrupt passes through once everything is taken down. A UserError about the machine (no tc, no
         privilege) passes through too: it is not the run's.
         """
+        if Path("/run") in run_dir.resolve().parents:
+            raise UserError(f"{run_dir} lies below /run, which a lab's hosts do not see; give another with --results")
         started, begun = datetime.now(UTC), time.monotonic()
         run = Run(spec, run_dir, self, progress)
-        state, error, detail = "done", None, None
+        run.manifest |= manifest.collect(spec)
+        state, error = "done", None
         try:
             run.execute()
         except RunError as failure:
-            state, error, detail = failure.state, str(failure), run.detail
+            state, error = failure.state, str(failure)
         except NetemError as failure:
             state, error = "failed", str(failure)
-        if error is not None and run.reported:
-            state, error, detail = run.reported
-        store.write_json(run_dir / "manifest.json", manifest.collect(spec) | run.manifest)
+        store.write_json(run_dir / "manifest.json", run.manifest)
         return {
             "run_id": spec.run_id,
             "state": state,
             "error": error,
-            "detail": detail,
+            "detail": run.detail,
             "started_at": started.isoformat(timespec="seconds"),
             "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "wall_s": time.monotonic() - begun,
@@ -151,7 +152,9 @@ class Session:
         """Measurements of every link, taken once a network in this session."""
         key = spec.network_id
         if key not in self._calibrations:
-            self._calibrations[key] = [m.__dict__ for m in calibrate.calibrate(lab)] if self.calibrated else []
+            at = datetime.now(UTC).isoformat(timespec="seconds")
+            measured = calibrate.calibrate(lab) if self.calibrated else []
+            self._calibrations[key] = [asdict(link) | {"calibrated_at": at} for link in measured]
         return self._calibrations[key]
 
 
@@ -168,7 +171,6 @@ class Run:
     calibration: list[dict[str, Any]] = field(default_factory=list)
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    reported: tuple[str, str, str] | None = None
     wire_bytes: int | None = None
     detail: str | None = None
 
@@ -190,14 +192,13 @@ class Run:
             before = lab.counters()
             self._tell(lab, {"go": True})
             with self._phase("train_s"):
-                self.done = self._collect(lab, "done", limit)
+                self.done = self._collect(lab, "done", limit + GRACE_S)
             with self._phase("settle_s"):
                 self._verify_bytes(before, lab.counters())
                 self._tell(lab, {"finish": True})
                 self._collect(lab, "closed", SETTLE_LIMIT_S)
             teardown = time.monotonic()
         self.phases["teardown_s"] = time.monotonic() - teardown
-        self.manifest["phases_s"] = self.phases
 
     @contextlib.contextmanager
     def _phase(self, name: str):
@@ -248,8 +249,7 @@ class Run:
             last[rank] = time.monotonic()
             message = event.data
             if message["type"] == "error":
-                self.reported = (message["state"], message["error"], message["detail"])
-                raise (DivergedError if message["state"] == "diverged" else RunError)(message["error"])
+                raise self._failure(lab, kind, message)
             if message["type"] == "progress":
                 self.steps[rank] = message["step"]
                 if rank == len(self.steps) - 1:
@@ -257,6 +257,18 @@ class Run:
             elif message["type"] == kind:
                 got[rank] = message
         return got
+
+    def _failure(self, lab: Any, kind: str, message: dict[str, Any]) -> RunError:
+        """The error to end the run with: the first cause, or after a short wait for one, the consequence in hand."""
+        deadline = time.monotonic() + CAUSE_WITHIN_S
+        while not message["cause"] and (left := deadline - time.monotonic()) > 0:
+            event = lab.event(left)
+            if event is not None and event.kind == "exit" and event.status < 0:
+                return RunError(self._ended(kind, int(event.name.removeprefix("rank")), event.status))
+            if event is not None and event.kind == "message" and event.data.get("cause"):
+                message = event.data
+        self.detail = message["detail"]
+        return (DivergedError if message["state"] == "diverged" else RunError)(message["error"])
 
     def _stalled(self, kind: str, rank: int, silence_s: float) -> str:
         at = ", ".join(f"rank {r} at step {s}" for r, s in self.steps.items())
@@ -277,18 +289,17 @@ class Run:
         if self.spec.pipeline.stages == 1:
             self.wire_bytes = 0
             return
+        audit.compare_digests(self.done)
         per_host = audit.wire_bytes(before, after)
         self.wire_bytes = sum(per_host.values())
         self.manifest["bytes"] = audit.compare_bytes(per_host, self.done)
 
     def summary(self) -> dict[str, Any]:
         """The part of status.json that the run measured."""
-        reports = self.done.values()
-        totals = {
-            name: sum(int(report.get(name, 0)) for report in reports)
-            for name in ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes")
-        }
-        queue = max((report["run_queue_pct"] for report in reports), default=None)
+        reports = list(self.done.values())
+        names = ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes")
+        totals = {name: sum(int(r.get(name, 0)) for r in reports) if reports else None for name in names}
+        queue = max((r["run_queue_pct"] for r in reports if r["run_queue_pct"] is not None), default=None)
         return {
             "fidelity": audit.fidelity(self.spec, queue, self.calibration),
             "totals": totals | {"steps": max(self.steps.values(), default=0), "wire_bytes": self.wire_bytes},
@@ -304,6 +315,10 @@ def _as_user_error():
         yield
     except NetemError as error:
         raise UserError(str(error)) from error
+    except RunError as error:
+        first, *rest = str(error).splitlines()
+        where = next((line.strip() for line in reversed(rest) if line.strip().startswith("File ")), "")
+        raise UserError(f"the run cannot be prepared: {first} {where}".strip()) from error
 
 
 def _tail(path: Path, lines: int = 20) -> str | None:

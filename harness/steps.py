@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.regimes import last_change
 from thinpipe.harness.spec import RunSpec
 
 Batches = Callable[..., Sequence[tuple[int, ...]]]
@@ -22,12 +23,6 @@ class Step(NamedTuple):
     ids: tuple[int, ...]
     measured: bool
     ends_epoch: bool
-
-
-def last_change(spec: RunSpec) -> int:
-    """The epoch from which on no rule changes anything any more."""
-    directions = ("forward", "backward")
-    return max(rule.from_epoch for d in directions for rule in spec.compression.rules(d))  # type: ignore[arg-type]
 
 
 def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
@@ -56,5 +51,18 @@ def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
             )
             measured = spec.train.epochs == 1 or epoch >= max(1, change)
             steps += [Step(epoch, ids, measured, ids is batches[-1]) for ids in batches]
+    return _cut(steps, spec)
+
+
+def _cut(steps: list[Step], spec: RunSpec) -> list[Step]:
+    """The first `train.max_steps` steps; the last one kept ends its epoch, so that the state it leaves is evaluated."""
     limit = spec.train.max_steps
-    return steps if limit is None else steps[:limit]
+    if limit is None or limit >= len(steps):
+        return steps
+    kept = [*steps[: limit - 1], steps[limit - 1]._replace(ends_epoch=True)]
+    if spec.measure == "timing" and not any(step.measured for step in kept):
+        raise UserError(
+            f"train.max_steps {limit} ends this timing run in its unmeasured pass of {spec.timing.batches} batches; "
+            "raise it, or leave it out"
+        )
+    return kept

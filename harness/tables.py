@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from thinpipe.harness import metrics, summary
+from thinpipe.harness import metrics, regimes, summary
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.shards import replace, schema, to_arrow
@@ -190,7 +190,7 @@ def _moved(run_id: str, state: str, totals: Mapping[str, Any], shards: Mapping[s
 
 def _settings(spec: RunSpec) -> dict[str, Any]:
     """The columns that say what was asked for."""
-    last = spec.train.epochs - 1
+    last = regimes.final_epoch(spec)
     forward = grammar.canonical(spec.compression.compressor("forward", 0, last))
     backward = grammar.canonical(spec.compression.compressor("backward", 0, last))
     return {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import ScheduleGPipe
 
-from thinpipe.harness.compression import grammar
-from thinpipe.harness.compression.base import Direction
 from thinpipe.harness.errors import DivergedError
 from thinpipe.harness.pipeline.stage import CompressedStage
 from thinpipe.harness.recorder import Recorder, now
+from thinpipe.harness.regimes import Regime
 from thinpipe.harness.spec import RunSpec, TrainSpec
 from thinpipe.harness.tasks.base import Batch
 
@@ -74,46 +72,6 @@ class NormExchange:
         self._mine[: len(norms)] = norms
         dist.all_gather(self._all, self._mine, group=self.group)
         return torch.cat([part[:count] for part, count in zip(self._all, self.counts, strict=True)])
-
-
-@dataclass(frozen=True)
-class Regime:
-    """What one epoch uses: by (direction, boundary) the compressor in force and the memories that only watch."""
-
-    use: dict[tuple[Direction, int], str]
-    watch: dict[tuple[Direction, int], tuple[str, ...]]
-
-
-def regime(spec: RunSpec, epoch: int) -> Regime:
-    """The compressors of one training epoch, canonical texts. A memory that comes into force later watches."""
-    use: dict[tuple[Direction, int], str] = {}
-    watch: dict[tuple[Direction, int], tuple[str, ...]] = {}
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    for direction in directions:
-        for boundary in range(spec.pipeline.stages - 1):
-            active = grammar.canonical(spec.compression.compressor(direction, boundary, epoch))
-            later = {
-                grammar.canonical(rule.use)
-                for rule in spec.compression.rules(direction)
-                if rule.from_epoch > epoch and rule.boundary in (None, boundary)
-            }
-            use[direction, boundary] = active
-            watch[direction, boundary] = tuple(sorted(later - {active}))
-    return Regime(use, watch)
-
-
-def evaluation_regime(spec: RunSpec, epoch: int) -> Regime:
-    """Evaluation: nothing, or the inner codecs of the epoch's compressors; memories are never touched."""
-    training = regime(spec, epoch)
-    off = spec.compression.evaluation == "off"
-    return Regime({key: "none" if off else grammar.inner(text) for key, text in training.use.items()}, {})
-
-
-def texts(spec: RunSpec, direction: Direction, boundary: int) -> set[str]:
-    """Every compressor one channel may be asked for."""
-    rules = [r for r in spec.compression.rules(direction) if r.boundary in (None, boundary)]
-    named = {grammar.canonical(rule.use) for rule in rules} | {"none"}
-    return named | {grammar.inner(text) for text in named}
 
 
 class Trainer:

@@ -13,7 +13,6 @@ It knows the run from `run.json` and its place from RANK and WORLD_SIZE. It talk
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import traceback
@@ -26,17 +25,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from thinpipe.harness import links, plugins, steps, store, train
+from thinpipe.harness import links, plugins, regimes, steps, store, train
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Direction
-from thinpipe.harness.errors import RunError, UserError
+from thinpipe.harness.errors import PeerError, RunError, UserError
 from thinpipe.harness.models import base as models
 from thinpipe.harness.pipeline import partition
 from thinpipe.harness.pipeline.stage import CompressedStage
 from thinpipe.harness.recorder import Recorder
 from thinpipe.harness.spec import RunSpec
 from thinpipe.harness.tasks.base import Batch
+
+# Longest time from a rank's start to its first step: another rank may still read a large checkpoint.
+SETUP_LIMIT_S = 180.0
 
 
 class Control(Protocol):
@@ -51,19 +53,25 @@ def main(control: Control, run_dir: str, rendezvous: str, interface: str = "eth0
     """Run one rank to its end. An error is reported through `control` and ends the process with status 1."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        with contextlib.closing(Rank(control, Path(run_dir), rank, world_size, limit_s)) as job:
-            job.join(rendezvous, interface)
-            job.build()
-            job.go()
-            job.train()
-            job.settle()
-    except (RunError, UserError) as error:
-        state = getattr(error, "state", "failed")
-        control.send({"type": "error", "state": state, "error": str(error), "detail": traceback.format_exc()})
-        raise SystemExit(1) from error
+        job = Rank(control, Path(run_dir), rank, world_size, limit_s)
+        job.join(rendezvous, interface)
+        job.build()
+        job.go()
+        job.train()
+        job.settle()
+        job.close()
     except Exception as error:
-        text = f"rank {rank}: {type(error).__name__}: {error}"
-        control.send({"type": "error", "state": "failed", "error": text, "detail": traceback.format_exc()})
+        # Reported before anything is taken down: a peer that notices first would be blamed instead.
+        known = isinstance(error, (RunError, UserError))
+        control.send(
+            {
+                "type": "error",
+                "state": getattr(error, "state", "failed"),
+                "error": str(error) if known else f"rank {rank}: {type(error).__name__}: {error}",
+                "detail": traceback.format_exc(),
+                "cause": not isinstance(error, PeerError),
+            }
+        )
         raise SystemExit(1) from error
 
 
@@ -114,7 +122,9 @@ class Rank:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.spec.seed)
         if self.world_size > 1:
-            self.links = links.join(rendezvous, interface, self.rank, self.world_size, self.limit_s)
+            # The runner watches for silence; gloo's own limit is the last resort, also while another rank builds.
+            limit_s = max(self.limit_s, SETUP_LIMIT_S)
+            self.links = links.join(rendezvous, interface, self.rank, self.world_size, limit_s)
         else:
             # torch's stage wants a process group even when there is nobody to talk to.
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -167,7 +177,8 @@ class Rank:
                 peer=peer,
                 group=self.links.frames,
                 compressors={
-                    text: grammar.build(text, self.num_samples) for text in train.texts(self.spec, direction, boundary)
+                    text: grammar.build(text, self.num_samples)
+                    for text in regimes.texts(self.spec, direction, boundary)
                 },
                 shape=shape,
                 microbatches=self.spec.pipeline.microbatches,
@@ -204,7 +215,7 @@ class Rank:
             self.links.probe()
             self.links.barrier()
         self.control.send({"type": "ready", "effective": self.effective()})
-        self.control.receive(self.limit_s)
+        self.control.receive(SETUP_LIMIT_S)
         if self.links:
             self.links.start()
 
@@ -217,7 +228,9 @@ class Rank:
             batch = self.data.task.batch(dataset.train, step.ids)
             waited = _run_queue_s()
             before = self.trainer.training_time_s
-            self.trainer.step(number, step.epoch, batch, measured=step.measured, regime=train.regime(spec, step.epoch))
+            self.trainer.step(
+                number, step.epoch, batch, measured=step.measured, regime=regimes.regime(spec, step.epoch)
+            )
             if step.measured:
                 self.queue_s += _run_queue_s() - waited
                 self.measured_s += self.trainer.training_time_s - before
@@ -231,7 +244,7 @@ class Rank:
         held_out = self.data.dataset.held_out
         if not every or not len(held_out) or ((epoch + 1) % every and epoch != last):
             return
-        regime = train.evaluation_regime(self.spec, epoch)
+        regime = regimes.evaluation_regime(self.spec, epoch)
         loss = self.trainer.evaluate(number, self._evaluation_batches(), regime)
         if loss is not None:
             self.recorder.row(
@@ -244,16 +257,19 @@ class Rank:
         held_out = self.data.dataset.held_out
         for ids, weights in self.data.task.evaluation_batches(len(held_out), self.spec.train.batch_size):
             yield self.data.task.batch(held_out, ids, weights)
+            self.control.send({"type": "alive"})
 
     # --- 6 settle ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Compare bytes with the kernel's, report, and once everybody has been counted, write the shards."""
-        report: dict[str, Any] = {"type": "done", "steps": len(self.plan), "run_queue_pct": 0.0}
-        if self.measured_s:
-            report["run_queue_pct"] = 100 * self.queue_s / self.measured_s
+        report: dict[str, Any] = {"type": "done", "steps": len(self.plan), "digests": {}}
+        report["run_queue_pct"] = 100 * self.queue_s / self.measured_s if self.measured_s else None
         if self.links:
-            report |= self.links.settle(list(self.trainer.stage.channels.values()), self.limit_s)
+            channels = list(self.trainer.stage.channels.values())
+            report |= self.links.settle(channels, self.limit_s)
+            for channel in channels:
+                report["digests"] |= channel.digests()
         for name in ("raw_bytes", "payload_bytes", "frame_bytes"):
             report[name] = sum(row[name] for row in self.recorder.rows["transfers"])
         self.control.send(report)
@@ -263,5 +279,5 @@ class Rank:
 
 
 def _run_queue_s() -> float:
-    """Seconds this thread was runnable but not running (proc(5), /proc/pid/schedstat, second field)."""
+    """Seconds the main thread, which computes, was runnable but not running (proc(5), schedstat, second field)."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9

@@ -11,6 +11,7 @@ with it every lab, when that socket closes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -77,7 +78,7 @@ def _reap() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it then closes the socket
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
+    with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(ConnectionError):
         serve(sock)
     os._exit(0)  # at once: nothing here needs the interpreter's slow farewell
 

@@ -17,11 +17,6 @@ from thinpipe.harness.spec import RunSpec
 from thinpipe.netem.lab import Lab
 from thinpipe.netem.topology import Topology
 
-VERSION = 1
-SUMMARY = "this machine: hosts are network namespaces, ranks are forks"
-SOURCE = "docs/architecture.md section 5"
-PARAMETERS: dict[str, Any] = {"fresh": False}
-
 WORKER = "thinpipe.harness.worker:main"
 STARTED_LIMIT_S = 120.0
 # One thread a rank, always: two lose several times their gain as soon as anything else runs on the machine.
@@ -39,6 +34,10 @@ class LocalLauncher:
 
     def __init__(self, *, fresh: bool = False):
         self.fresh = fresh
+        self._server: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> None:
         mine, theirs = socket.socketpair()
         self._sock = mine
         mine.settimeout(STARTED_LIMIT_S)
@@ -70,25 +69,31 @@ class LocalLauncher:
     def close(self) -> None:
         """End the fork server; with its socket closed every lab it started ends too."""
         self._sock.close()
+        if self._server is None:
+            return
         try:
             self._server.wait(5.0)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait(5.0)
+        self._server = None
 
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        if self._server is None:
+            self._start()
         data = json.dumps(request).encode()
         try:
             self._sock.sendall(len(data).to_bytes(8, "little") + data)
             head, fds, _, _ = socket.recv_fds(self._sock, 8, 1)
-            length = int.from_bytes(head, "little")
-            body = self._sock.recv(length, socket.MSG_WAITALL) if length else b""
-        except TimeoutError:
-            raise RunError(f"the fork server did not answer within {STARTED_LIMIT_S:.0f} s") from None
+            body = self._sock.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL) if head else b""
+            if not body:
+                raise ConnectionError("it ended; its error is above")
         except OSError as error:
-            raise RunError(f"the fork server is gone ({error})") from error
-        if not body:
-            raise RunError(f"the fork server ended (exit status {self._server.poll()}); its error is above")
+            # Its next answer might be to this question: a new server is started for the next one.
+            late = isinstance(error, TimeoutError)
+            self.close()
+            why = f"did not answer within {STARTED_LIMIT_S:.0f} s" if late else f"is gone: {error}"
+            raise RunError(f"the fork server {why}") from error
         reply = json.loads(body)
         if reply["error"] is not None:
             if "detail" in reply:

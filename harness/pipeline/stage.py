@@ -27,13 +27,6 @@ from thinpipe.harness.channel import Channel, Traffic
 from thinpipe.harness.compression.base import Direction
 from thinpipe.harness.recorder import Recorder, now
 
-SIDES: tuple[tuple[Direction, str], ...] = (
-    ("forward", "in"),
-    ("forward", "out"),
-    ("backward", "in"),
-    ("backward", "out"),
-)
-
 
 class CompressedStage(PipelineStage):
     """Stage `stage_index` of `num_stages`; one float tensor crosses each boundary.

@@ -76,7 +76,8 @@ def test_a_rank_that_hangs_is_named_with_the_step_it_stopped_at(held):
     lab, launcher = held
     status, seconds = strike(lab, launcher, lambda running: running.kill("rank1", signal.SIGSTOP))
     assert status["state"] == "failed"
-    assert "no sign of life for 6 s" in status["error"] or "did not complete within 6 s" in status["error"]
+    assert "boundary 0" in status["error"], "the rank that waited says for which message"
+    assert "did not complete within 6 s" in status["error"]
     assert "step" in status["error"]
     assert seconds < 15.0
     assert namespaces() == ""

@@ -13,6 +13,8 @@ GOOD = {
     "seed": 0,
     "schedule": "ScheduleGPipe",
     "compressors": {"forward/0": ["fixpoint:4", "none"], "backward/0": ["none"]},
+    "steps": 5,
+    "data": {"corpus_sha256": "ab"},
 }
 
 
@@ -27,6 +29,26 @@ def test_settings_that_read_back_as_asked_pass():
 def test_settings_that_read_back_otherwise_are_refused(name, value):
     with pytest.raises(RunError, match=r"rank 1.*" + name):
         audit.compare_settings(audit.requested(SPEC), {0: GOOD, 1: GOOD | {name: value}})
+
+
+def test_a_channel_that_is_missing_is_noticed():
+    one = GOOD | {"compressors": {"forward/0": ["fixpoint:4", "none"]}}
+    with pytest.raises(RunError, match=r"no rank has a channel for backward/0"):
+        audit.compare_settings(audit.requested(SPEC), {0: one, 1: one})
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 6), ("data", {"corpus_sha256": "cd"})])
+def test_ranks_that_disagree_are_noticed(name, value):
+    with pytest.raises(RunError, match=f"disagree about their {name}"):
+        audit.compare_settings(audit.requested(SPEC), {0: GOOD, 1: GOOD | {name: value}})
+
+
+def test_memories_are_compared_at_the_end():
+    same = {0: {"digests": {"forward/0 delta": "aa"}}, 1: {"digests": {"forward/0 delta": "aa"}}}
+    audit.compare_digests(same)
+    for other in ({"forward/0 delta": "ab"}, {}):
+        with pytest.raises(RunError, match="memories differ"):
+            audit.compare_digests(same | {1: {"digests": other}})
 
 
 def reading(*counts):

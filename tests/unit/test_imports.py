@@ -13,7 +13,7 @@ FILES.append(ROOT / "cli.py")
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
     "_forkserver", "audit", "check", "cli", "doctor", "errors", "experiment", "figures", "grammar", "local",
-    "lock", "manifest", "metrics", "partition", "plan", "plugins", "predict", "progress", "render", "runner",
+    "lock", "manifest", "metrics", "partition", "plan", "plugins", "predict", "progress", "regimes", "render", "runner",
     "spec", "stats", "steps", "store", "summary", "sweep", "verbs", "views",
 }  # fmt: skip
 

@@ -33,7 +33,13 @@ def test_one_epoch_is_measured():
 
 
 def test_max_steps_cuts():
-    assert len(steps.plan(spec(train={"max_steps": 3}), 10, batches)) == 3
+    plan = steps.plan(spec(train={"max_steps": 3}), 10, batches)
+    assert [s.ends_epoch for s in plan] == [False, True, True], "what a cut epoch leaves is evaluated too"
+
+
+def test_max_steps_that_leave_nothing_to_time_are_refused():
+    with pytest.raises(UserError, match="unmeasured pass"):
+        steps.plan(spec(measure="timing", timing={"batches": 2}, train={"max_steps": 2}), 10, batches)
 
 
 def test_timing_cycles_fixed_batches_after_one_unmeasured_pass():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinpipe.harness import train
+from thinpipe.harness import regimes, train
 from thinpipe.harness.spec import TrainSpec, parse
 
 
@@ -42,7 +42,7 @@ def test_weight_decay_is_for_matrices_only():
 
 def test_warm_up_sends_uncompressed_while_the_later_memory_watches():
     spec = parse({"compression": {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8", "warmup_epochs": 1}})
-    first, second = train.regime(spec, 0), train.regime(spec, 1)
+    first, second = regimes.regime(spec, 0), regimes.regime(spec, 1)
     assert first.use == {("forward", 0): "none", ("backward", 0): "none"}
     assert "delta(fixpoint:4)" in first.watch["forward", 0]
     assert second.use == {("forward", 0): "delta(fixpoint:4)", ("backward", 0): "fixpoint:8"}
@@ -51,8 +51,8 @@ def test_warm_up_sends_uncompressed_while_the_later_memory_watches():
 
 def test_evaluation_is_off_or_the_inner_codec():
     data = {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8"}
-    off = train.evaluation_regime(parse({"compression": data}), 0)
-    codec = train.evaluation_regime(parse({"compression": {**data, "evaluation": "codec"}}), 0)
+    off = regimes.evaluation_regime(parse({"compression": data}), 0)
+    codec = regimes.evaluation_regime(parse({"compression": {**data, "evaluation": "codec"}}), 0)
     assert off.use["forward", 0] == "none"
     assert codec.use["forward", 0] == "fixpoint:4"
     assert not off.watch
@@ -62,6 +62,6 @@ def test_evaluation_is_off_or_the_inner_codec():
 def test_rules_by_boundary_and_epoch():
     rules = [{"use": "fixpoint:8"}, {"from_epoch": 2, "boundary": 1, "use": "fixpoint:2"}]
     spec = parse({"pipeline": {"stages": 3}, "compression": {"forward": rules}})
-    assert [train.regime(spec, e).use["forward", 1] for e in (0, 2)] == ["fixpoint:8", "fixpoint:2"]
-    assert train.regime(spec, 2).use["forward", 0] == "fixpoint:8"
-    assert train.texts(spec, "forward", 0) == {"none", "fixpoint:8"}
+    assert [regimes.regime(spec, e).use["forward", 1] for e in (0, 2)] == ["fixpoint:8", "fixpoint:2"]
+    assert regimes.regime(spec, 2).use["forward", 0] == "fixpoint:8"
+    assert regimes.texts(spec, "forward", 0) == {"none", "fixpoint:8"}
