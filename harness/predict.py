@@ -1,11 +1,13 @@
-"""How long a run will take, from its spec alone: for the plan's column and to weight the progress bar. Pure.
+"""How long a run will take, from its spec alone: for the plan's column, the progress bar and the stall limit. Pure.
 
 A step of GPipe with M micro-batches on S stages fills the pipeline and then goes at the pace of the slowest
 thing, forward and backward in turn:
 
-    step_s = sum over directions of (M + S - 1) * max(compute_s, transfer_s) + 2 (S - 1) * delay_s compute_s
-    = 2 (forward) or 4 (backward) * parameters a stage * tokens a micro-batch / FLOPS, times S / cores if S >
-    cores transfer_s = elements a micro-batch * bits / rate
+    step_s     = overhead + sum over both directions of
+                 (M + S - 1) * max(compute_s, transfer_s) + (S - 1) * delay_s
+    compute_s  = (2 forward, 4 backward) * parameters a stage * tokens a micro-batch / FLOPS
+                 * (S / cores where there are fewer cores than stages)
+    transfer_s = elements a micro-batch * bits / rate
 
 An estimate, good to a factor of about two; measured times of the same cell replace it as soon as there are
 any.
@@ -17,15 +19,11 @@ any.
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.models.base import resolve
+from thinpipe.harness.regimes import DIRECTIONS, Direction, final_epoch, last_change
 from thinpipe.harness.spec import RunSpec, TaskSpec
-from thinpipe.harness.steps import last_change
-
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 # fp32 multiply-adds one core does in a small model's layers, each counted as two.
 FLOPS = 3e10
@@ -48,8 +46,9 @@ def predict(spec: RunSpec) -> float:
 def steps(spec: RunSpec) -> int:
     """Training steps of the run, unmeasured ones included."""
     if spec.measure == "timing":
-        return spec.timing.batches * (1 + spec.timing.passes)
-    total = spec.train.epochs * _steps_per_epoch(spec)
+        total = spec.timing.batches * (1 + spec.timing.passes)
+    else:
+        total = spec.train.epochs * _steps_per_epoch(spec)
     return total if spec.train.max_steps is None else min(total, spec.train.max_steps)
 
 
@@ -60,15 +59,24 @@ def elements(spec: RunSpec) -> int:
 
 
 def step_s(spec: RunSpec, epoch: int, *, first_visit: bool) -> float:
-    """Seconds of one training step in `epoch`; first_visit: of samples that no delta method has seen."""
+    """Seconds of one training step in `epoch`; first_visit: of samples that no memory has seen."""
     forward, backward = (_bits(spec, direction, epoch, first_visit) for direction in DIRECTIONS)
     return STEP_OVERHEAD_S + _phase_s(spec, 2, forward) + _phase_s(spec, 4, backward)
+
+
+def longest_silence_s(spec: RunSpec) -> float:
+    """Seconds of the slowest thing a rank does in one piece: a training step, whichever compressors are in force, or
+    the evaluation of one batch. An estimate as the others: a limit made of it needs a factor."""
+    changes = {rule.from_epoch for direction in DIRECTIONS for rule in spec.compression.rules(direction)}
+    epochs = {min(epoch, final_epoch(spec)) for epoch in {0} | changes}
+    training = [step_s(spec, epoch, first_visit=first) for epoch in epochs for first in (False, True)]
+    return max(*training, *(_evaluation_batch_s(spec, epoch) for epoch in _evaluated(spec)))
 
 
 def _training_s(spec: RunSpec) -> float:
     count = steps(spec)
     if spec.measure == "timing":
-        cold, last = spec.timing.batches, last_change(spec)
+        cold, last = min(count, spec.timing.batches), last_change(spec)
         return cold * step_s(spec, last, first_visit=True) + (count - cold) * step_s(spec, last, first_visit=False)
     per_epoch = _steps_per_epoch(spec)
     return sum(
@@ -84,11 +92,22 @@ def _steps_per_epoch(spec: RunSpec) -> int:
 
 
 def _evaluation_s(spec: RunSpec) -> float:
-    if spec.measure == "timing" or not spec.train.evaluate_every:
-        return 0.0
-    times = spec.train.epochs // spec.train.evaluate_every
     batches = -(-spec.task.num_eval_sequences // spec.train.batch_size)
-    return times * batches * _phase_s(spec, 2, FULL_BITS)
+    return batches * sum(_evaluation_batch_s(spec, epoch) for epoch in _evaluated(spec))
+
+
+def _evaluated(spec: RunSpec) -> list[int]:
+    """The epochs after which the run evaluates: every `evaluate_every`-th one and the last that it begins."""
+    every = spec.train.evaluate_every
+    if spec.measure == "timing" or not every or not spec.task.num_eval_sequences:
+        return []
+    epochs = -(-steps(spec) // _steps_per_epoch(spec))
+    return [epoch for epoch in range(epochs) if (epoch + 1) % every == 0 or epoch == epochs - 1]
+
+
+def _evaluation_batch_s(spec: RunSpec, epoch: int) -> float:
+    off = spec.compression.evaluation == "off"
+    return _phase_s(spec, 2, FULL_BITS if off else _bits(spec, "forward", epoch, first_visit=False))
 
 
 def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
@@ -107,10 +126,7 @@ def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
 
 
 def _bits(spec: RunSpec, direction: Direction, epoch: int, first_visit: bool) -> float:
-    """Bits an element of the widest boundary; a delta method sends what it has not seen before in full."""
-    widest = 0.0
-    for boundary in range(max(1, spec.pipeline.stages - 1)):
-        text = spec.compression.compressor(direction, boundary, epoch)
-        unseen = first_visit and text.startswith("delta")
-        widest = max(widest, FULL_BITS if unseen else grammar.bits(text) or FULL_BITS)
-    return widest
+    """Bits an element of the widest boundary; first_visit: of samples that no memory has seen before."""
+    measure = grammar.first_visit_bits if first_visit else grammar.bits
+    texts = (spec.compression.compressor(direction, k, epoch) for k in range(max(1, spec.pipeline.stages - 1)))
+    return max(measure(text) or FULL_BITS for text in texts)

@@ -27,55 +27,60 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def setting(default: Any, meaning: str, unit: str = "", **limits: float) -> Any:
+    """A field with what docs/settings.md says of it. default `...`: it must be given."""
+    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
+
+
 class ModelSpec(Part):
-    """Which model, at which size. `checkpoint`: a local directory (config.json, *.safetensors), else random weights.
+    """Which model, at which size. layers, width, heads override the preset; a checkpoint fixes its own sizes."""
 
-    layers, width, heads override the preset; the vocabulary comes from the task unless a checkpoint sets it.
-    """
-
-    name: str = "gpt2"
-    preset: str = "tiny"
-    checkpoint: str | None = None
-    layers: int | None = Field(None, ge=1)
-    width: int | None = Field(None, ge=8)
-    heads: int | None = Field(None, ge=1)
+    name: str = setting("gpt2", "the model plug-in: `thinpipe list models`")
+    preset: str = setting("tiny", "a size by name, e.g. `micro`, `tiny` or `small` of gpt2; none beside a checkpoint")
+    checkpoint: str | None = setting(None, "a local folder (config.json, *.safetensors); none = random weights")
+    layers: int | None = setting(None, "blocks; none = as the preset says", ge=1)
+    width: int | None = setting(None, "elements of a token's activation; none = as the preset says", ge=8)
+    heads: int | None = setting(None, "attention heads, which must divide the width; none = as the preset says", ge=1)
 
 
 class TaskSpec(Part):
-    """Data. corpus: a name the task knows, or a path to a text file; lengths in tokens, counts in sequences."""
+    """Data. The model's vocabulary is the task's, unless a checkpoint sets a larger one."""
 
-    name: str = "lm"
-    corpus: str = "pydoc"
-    vocab_size: int = Field(1024, ge=300)
-    sequence_length: int = Field(64, ge=2)
-    num_sequences: int | None = Field(256, ge=1)
-    num_eval_sequences: int = Field(64, ge=0)
+    name: str = setting("lm", "the task plug-in: `thinpipe list tasks`")
+    corpus: str = setting("pydoc", "a text the task knows (`pydoc`, `shakespeare`) or the path of a UTF-8 file")
+    vocab_size: int = setting(1024, "size of the vocabulary trained on the corpus", "tokens", ge=300)
+    sequence_length: int = setting(64, "length of a sequence", "tokens", ge=2)
+    num_sequences: int | None = setting(256, "sequences to train on; none = all there are", "sequences", ge=1)
+    num_eval_sequences: int = setting(64, "sequences held out and evaluated on", "sequences", ge=0)
 
 
 class PipelineSpec(Part):
-    """stages: one rank and one host each. microbatches: pieces a batch is cut into."""
+    """How the model is cut, and a batch with it."""
 
-    stages: int = Field(2, ge=1, le=64)
-    microbatches: int = Field(4, ge=1)
-    schedule: Literal["gpipe"] = "gpipe"
+    stages: int = setting(2, "pieces of the model: one rank and one host each", ge=1, le=64)
+    microbatches: int = setting(4, "equal pieces a batch is cut into", ge=1)
+    schedule: Literal["gpipe"] = setting("gpipe", "order of the micro-batches: all forward, then all backward")
 
 
 class Rule(Part):
-    """From epoch `from_epoch` on, at `boundary` (None = all), use this compressor; later rules win."""
+    """From epoch `from_epoch` on, at `boundary`, use this compressor; of rules that apply, the last one wins."""
 
-    from_epoch: int = Field(0, ge=0)
-    boundary: int | None = Field(None, ge=0)
-    use: str
+    from_epoch: int = setting(0, "the first epoch it holds in, counted from 0", "epochs", ge=0)
+    boundary: int | None = setting(None, "0 = between stages 0 and 1; none = every boundary", ge=0)
+    use: str = setting(..., "the compressor")
 
 
 class CompressionSpec(Part):
-    """What each direction uses: one compressor text or a list of rules. `warmup_epochs` is sugar for a first rule
-    `none`. evaluation: `off` sends evaluation uncompressed, `codec` uses the inner codec without memory."""
+    """What crosses the boundaries instead of the tensors: one compressor a direction, or rules."""
 
-    forward: str | tuple[Rule, ...] = "none"
-    backward: str | tuple[Rule, ...] = "none"
-    warmup_epochs: int = Field(0, ge=0)
-    evaluation: Literal["off", "codec"] = "off"
+    forward: str | tuple[Rule, ...] = setting("none", "what activations cross by")
+    backward: str | tuple[Rule, ...] = setting("none", "what activation gradients cross by")
+    warmup_epochs: int = setting(
+        0, "uncompressed epochs at the start; sugar for a first rule `none`, the others starting later", "epochs", ge=0
+    )
+    evaluation: Literal["off", "codec"] = setting(
+        "off", "how evaluations cross: uncompressed, or by the codecs in force without their memory"
+    )
 
     def rules(self, direction: Literal["forward", "backward"]) -> tuple[Rule, ...]:
         """The schedule of one direction, sugar resolved, in order of precedence (last match wins)."""
@@ -96,42 +101,55 @@ class CompressionSpec(Part):
 
 
 class NetworkSpec(Part):
-    """Every link of the run, both ways. rate_mbit None = not limited; delay one way. 1 Mbit = 10^6 bits at layer 2."""
+    """Every link of the run, both ways. 1 Mbit = 10^6 bits, counted at layer 2 (Ethernet, IP and TCP headers too)."""
 
-    rate_mbit: float | None = Field(None, gt=0)
-    delay_ms: float = Field(0.0, ge=0)
-    jitter_ms: float = Field(0.0, ge=0)
-    loss_pct: float = Field(0.0, ge=0, lt=100)
-    queue_ms: float = Field(100.0, gt=0)
-    mtu: int = Field(1500, ge=576, le=9000)
-    congestion: str = "cubic"
+    rate_mbit: float | None = setting(None, "rate of a link; none = not limited", "Mbit/s", gt=0)
+    delay_ms: float = setting(0.0, "one-way delay added to a link", "ms", ge=0)
+    jitter_ms: float = setting(0.0, "spread of the delay", "ms", ge=0)
+    loss_pct: float = setting(0.0, "packets dropped at random", "%", ge=0, lt=100)
+    queue_ms: float = setting(100.0, "length of a link's queue, as time at its rate", "ms", gt=0)
+    mtu: int = setting(1500, "largest IP packet", "B", ge=576, le=9000)
+    congestion: str = setting("cubic", "TCP congestion control, as the kernel calls it")
 
 
 class TrainSpec(Part):
-    """Optimisation. AdamW, linear warm-up then linear decay to 0 over epochs x steps an epoch."""
+    """Optimisation: AdamW; the learning rate rises linearly over `warmup_steps`, then falls linearly to 0.
 
-    epochs: int = Field(12, ge=1)
-    max_steps: int | None = Field(None, ge=1)
-    batch_size: int = Field(16, ge=1)
-    lr: float = Field(3e-3, gt=0)
-    warmup_steps: int = Field(20, ge=0)
-    weight_decay: float = Field(0.01, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_norm: float | None = Field(1.0, gt=0)
-    evaluate_every: int = Field(1, ge=0)
+    It reaches 0 at the end of the steps that are planned: epochs x steps an epoch, or `max_steps` where that is less
+    (a shorter run is another schedule, not a piece of the longer one); in a timing run at the end of its passes. A
+    warm-up longer than the run is shortened to the run less its last step.
+    """
+
+    epochs: int = setting(12, "passes over the training sequences (timing runs: no effect)", "epochs", ge=1)
+    max_steps: int | None = setting(None, "end after this many optimizer steps; none = at the last epoch's end", ge=1)
+    batch_size: int = setting(16, "sequences of an optimizer step, all micro-batches together", "sequences", ge=1)
+    lr: float = setting(3e-3, "the largest learning rate, at the end of the warm-up", gt=0)
+    warmup_steps: int = setting(20, "steps over which the learning rate rises from 0", "steps", ge=0)
+    weight_decay: float = setting(0.01, "AdamW's, on matrices only", ge=0)
+    beta1: float = setting(0.9, "AdamW's", ge=0, lt=1)
+    beta2: float = setting(0.999, "AdamW's", ge=0, lt=1)
+    eps: float = setting(1e-8, "AdamW's", gt=0)
+    clip_norm: float | None = setting(1.0, "largest global norm of the gradient; none = not clipped", gt=0)
+    evaluate_every: int = setting(1, "epochs from one evaluation to the next, and after the last; 0 = never", ge=0)
 
 
 class TimingSpec(Part):
     """A timing run cycles `batches` fixed batches: one unmeasured pass, then `passes` measured ones."""
 
-    batches: int = Field(4, ge=1, le=4)
-    passes: int = Field(3, ge=1)
+    batches: int = setting(4, "batches it cycles", ge=1, le=4)
+    passes: int = setting(3, "measured passes over them", ge=1)
 
 
 class RunSpec(Part):
-    """One run. See the parts for units; see docs/formats.md for the file it is stored in."""
+    """One run. See the parts for units and docs/settings.md for all of them in one table.
+
+    measure says what a run is for:
+
+        convergence  a loss curve: seeded epochs, evaluations, boundary errors sampled every 4 steps; its step times
+                     are kept, but figures of timing leave it out
+        timing       step times: a few fixed batches again and again, nothing sampled, no evaluation, no loss reported
+        full         a convergence run whose step times count as well: figures of timing show it too
+    """
 
     model: ModelSpec = ModelSpec()
     task: TaskSpec = TaskSpec()
@@ -140,8 +158,10 @@ class RunSpec(Part):
     network: NetworkSpec = NetworkSpec()
     train: TrainSpec = TrainSpec()
     timing: TimingSpec = TimingSpec()
-    seed: int = Field(0, ge=0, lt=2**32)
-    measure: Literal["convergence", "timing", "full"] = "convergence"
+    seed: int = setting(0, "seed of weights, data order and stochastic rounding; listed in `seeds`", ge=0, lt=2**32)
+    measure: Literal["convergence", "timing", "full"] = setting(
+        "convergence", "what the run is for: its loss curve, its step times, or both at once"
+    )
 
     @field_validator("compression")
     @classmethod
@@ -171,13 +191,37 @@ class RunSpec(Part):
                         f"compression.{direction} names boundary {rule.boundary}, but {self.pipeline.stages} stages "
                         f"have boundaries 0..{self.pipeline.stages - 2}"
                     )
+                self._comes_into_force(direction, rule)
         return self
+
+    def _comes_into_force(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
+        """Refuse a rule that begins after the run's end: its arm would be another method than its label says."""
+        from thinpipe.harness.compression import grammar
+
+        epochs = self.planned_epochs
+        # A timing run has its last rules in force throughout.
+        if self.measure == "timing" or rule.from_epoch < epochs:
+            return
+        for boundary in range(self.pipeline.stages - 1):
+            last = self.compression.compressor(direction, boundary, epochs - 1)
+            if rule.boundary in (None, boundary) and grammar.canonical(last) != grammar.canonical(rule.use):
+                raise ValueError(
+                    f"compression.{direction}: {rule.use!r} is to come into force in epoch {rule.from_epoch} (counted "
+                    f"from 0, compression.warmup_epochs included), but the run ends after {epochs} epoch(s) "
+                    "(train.epochs, train.max_steps). Let it begin earlier, or train longer"
+                )
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Full batches in an epoch (the incomplete last one is left out), None where the corpus decides."""
         count = self.task.num_sequences
         return None if count is None else count // self.train.batch_size
+
+    @property
+    def planned_epochs(self) -> int:
+        """Epochs that a convergence run begins: `epochs`, or fewer where `max_steps` is known to end it earlier."""
+        limit, each = self.train.max_steps, self.steps_per_epoch
+        return self.train.epochs if limit is None or each is None else min(self.train.epochs, -(-limit // each))
 
     def plugin_versions(self) -> dict[str, int]:
         """VERSION of each plug-in the run uses, by `kind/name`."""

@@ -81,6 +81,17 @@ def bits(text: str) -> float | None:
     return float(values["bits"]) if "bits" in values else None
 
 
+def first_visit_bits(text: str) -> float | None:
+    """Bits an element of samples not met before: of the codec in a memory's parameter `first`, else as `bits`.
+
+    >>> first_visit_bits("delta(fixpoint:4)"), first_visit_bits("fixpoint:4")
+    (32.0, 4.0)
+    """
+    found = _resolve(text)
+    first = found.values.get("first") if found.plugin.kind == "memories" else None
+    return bits(_write(first)) if isinstance(first, _Compressor) else bits(text)
+
+
 def inner(text: str) -> str:
     """Canonical text of the codec inside any memory; of the codec itself where there is none."""
     return _write(_codec(_resolve(text)))

@@ -247,6 +247,7 @@ def test_steps_of_a_run():
     assert predict.steps(RunSpec()) == 12 * 16
     assert predict.steps(parse({"train": {"max_steps": 5}})) == 5
     assert predict.steps(parse({"measure": "timing", "timing": {"batches": 3, "passes": 2}})) == 9
+    assert predict.steps(parse({"measure": "timing", "train": {"max_steps": 6}})) == 6
 
 
 def test_a_bandwidth_bound_step_is_the_bytes_over_the_rate():
@@ -272,6 +273,46 @@ def test_a_delta_method_pays_in_full_for_the_first_visit_and_warm_up():
     assert predict.step_s(spec, 1, first_visit=False) == full
     assert predict.step_s(spec, 2, first_visit=True) == full
     assert predict.step_s(spec, 2, first_visit=False) < 0.6 * full
+
+
+def test_the_first_visit_costs_what_the_memory_says():
+    network = {"rate_mbit": 1}
+    cheap = parse({"network": network, "compression": {"forward": "delta(fixpoint:4, first=fixpoint:8)"}})
+    plain = parse({"network": network, "compression": {"forward": "fixpoint:8"}})
+    assert predict.step_s(cheap, 0, first_visit=True) == predict.step_s(plain, 0, first_visit=True)
+    assert predict.step_s(plain, 0, first_visit=True) == predict.step_s(plain, 0, first_visit=False)
+
+
+def evaluations(**changes):
+    """Predicted seconds of evaluation, in batches sent uncompressed."""
+    spec = parse({"network": {"rate_mbit": 1}, **changes})
+    return predict._evaluation_s(spec) / predict._phase_s(spec, 2, 32.0)
+
+
+def test_evaluation_is_predicted_as_it_is_done():
+    assert evaluations() == pytest.approx(12 * 4)
+    assert evaluations(train={"evaluate_every": 5}) == pytest.approx(3 * 4), "after epochs 5, 10 and the last"
+    assert evaluations(train={"max_steps": 20}) == pytest.approx(2 * 4), "after epoch 1 and the last step"
+    assert evaluations(train={"evaluate_every": 0}) == evaluations(measure="timing") == 0
+    assert evaluations(task={"num_eval_sequences": 0}) == 0
+    codec = {"forward": "delta(fixpoint:4)", "evaluation": "codec"}
+    assert evaluations(compression=codec) == pytest.approx(12 * 4 / 8, rel=0.1)
+    assert evaluations(compression={**codec, "warmup_epochs": 12}, train={"epochs": 13}) == pytest.approx(
+        12 * 4 + 4 / 8, rel=0.01
+    )
+
+
+def test_the_longest_silence_is_the_slowest_step_or_evaluation_batch():
+    def silence(forward, **changes):
+        compression = {"forward": forward, "backward": "fixpoint:4"}
+        return predict.longest_silence_s(parse({"network": {"rate_mbit": 1}, "compression": compression, **changes}))
+
+    spec = parse({"network": {"rate_mbit": 1}, "compression": {"forward": "none", "backward": "fixpoint:4"}})
+    assert silence("none") == silence("delta(fixpoint:4)") == predict.step_s(spec, 0, first_visit=False)
+    assert silence([{"use": "fixpoint:4"}, {"from_epoch": 5, "use": "none"}]) == silence("none")
+    assert silence("fixpoint:1") == pytest.approx(predict._phase_s(spec, 2, 32.0)), "an evaluation, sent in full"
+    timed = silence([{"use": "none"}, {"from_epoch": 5, "use": "fixpoint:1"}], measure="timing")
+    assert timed < silence("none") / 2, "a timing run has the last compressors in force throughout"
 
 
 def test_slower_links_and_more_work_never_predict_less():
