@@ -68,7 +68,8 @@ def longest_silence_s(spec: RunSpec) -> float:
     """Seconds of the slowest thing a rank does in one piece: a training step, whichever compressors are in force, or
     the evaluation of one batch. An estimate as the others: a limit made of it needs a factor."""
     changes = {rule.from_epoch for direction in DIRECTIONS for rule in spec.compression.rules(direction)}
-    epochs = {min(epoch, final_epoch(spec)) for epoch in {0} | changes}
+    last = final_epoch(spec)
+    epochs = {last} if spec.measure == "timing" else {min(epoch, last) for epoch in {0} | changes}
     training = [step_s(spec, epoch, first_visit=first) for epoch in epochs for first in (False, True)]
     return max(*training, *(_evaluation_batch_s(spec, epoch) for epoch in _evaluated(spec)))
 

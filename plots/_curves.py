@@ -1,7 +1,8 @@
 """Loss curves: from the steps and evals tables to points a seed and lines a method. Shared by figures.
 
 Training loss is a mean over the steps of an epoch, held-out loss one value an evaluation; they never share a
-panel. Time is training time: the sum of step_time_s on the rank that has the loss, evaluation left out.
+panel. A seed is a thin line, the mean of the seeds a thick one with marks at some epochs, other ones for each
+method, so that curves that lie on one another can still be told apart. Time is training time: the sum of step_time_s on the rank that has the loss, evaluation left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from thinpipe.plots import style
 
 KINDS = ("training", "held-out")
 #: For captions: how seeds and intervals are shown.
-POINTS = "small points: seeds, large: their mean; bands"
+POINTS = "thin: seeds, thick: their mean, marked at some epochs; bands"
+#: How many marks a curve keeps at least.
+MARKS = 3
 YLABELS = {
     "training": "training loss (nat, mean of an epoch)",
     "held-out": "held-out loss (nat a token)",
@@ -26,7 +29,7 @@ Curves = Mapping[str, pd.DataFrame]
 
 
 def curves(tables: select.Tables, kind: str, runs: pd.DataFrame) -> Curves:
-    """run_id -> points (epoch, step, t_s, loss) of each run that has any; loss may become NaN at the end."""
+    """run_id -> points (epoch, step, t_s, loss) of each run that has any; every loss is finite."""
     found = {}
     for run_id in runs["run_id"]:
         points = _training(tables["steps"], run_id) if kind == "training" else _held_out(tables["evals"], run_id)
@@ -36,39 +39,45 @@ def curves(tables: select.Tables, kind: str, runs: pd.DataFrame) -> Curves:
 
 
 def _training(steps: pd.DataFrame, run_id: str) -> pd.DataFrame:
-    rows = steps[(steps["run_id"] == run_id) & steps["train_loss"].notna()].sort_values("step")
+    rows = select.finite(steps[steps["run_id"] == run_id], ["train_loss"]).sort_values("step")
     rows = rows.assign(step=rows["step"] + 1, t_s=rows["step_time_s"].cumsum(), loss=rows["train_loss"])
     ends = rows.groupby("epoch").agg(step=("step", "last"), t_s=("t_s", "last"), loss=("loss", "mean"))
     return ends.reset_index()
 
 
 def _held_out(evals: pd.DataFrame, run_id: str) -> pd.DataFrame:
-    rows = evals[evals["run_id"] == run_id].sort_values("step").rename(columns={"eval_loss": "loss"})
-    return rows[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
+    rows = select.finite(evals[evals["run_id"] == run_id], ["eval_loss"]).sort_values("step")
+    return rows.rename(columns={"eval_loss": "loss"})[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
 
 
 def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> list[int]:
     """Draw every method of `runs` with loss against column `x` (step or t_s); return the numbers of seeds."""
     counts = []
-    for arm in style.methods(runs["arm"]):
-        counts += _method(ax, arm, runs[runs["arm"] == arm.label], found, kind=kind, x=x)
+    arms = style.methods(runs["arm"])
+    for i, arm in enumerate(arms):
+        own = runs[runs["arm"] == arm.label]
+        counts += _method(ax, arm, own, found, kind=kind, x=x, turn=(i, len(arms)))
     ax.set_title(f"{kind.capitalize()} loss")
     ax.set_ylabel(YLABELS[kind])
     _limit(ax, runs, found)
     return counts
 
 
-def _method(ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, kind: str, x: str) -> list[int]:
-    """Points of each seed, and the mean for as long as every seed goes on; return the numbers of seeds."""
+def _method(
+    ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, kind: str, x: str, turn: tuple[int, int]
+) -> list[int]:
+    """A line each seed, and the mean for as long as every seed goes on; return the numbers of seeds.
+
+    turn: (which method this is, of how many), which says the epochs that bear its marks.
+    """
     whole = []
     runs = runs[runs["run_id"].isin(found)]
     flagged = select.flagged(runs)
     for run, flag in zip(runs.itertuples(), flagged, strict=True):
-        curve = found[run.run_id].dropna(subset=["loss"])
-        xs = list(curve[x])
-        style.seeds(ax, arm, xs, list(curve["loss"]), [flag] * len(xs))
-        if run.state == "diverged" and xs:
-            ax.plot(xs[-1], curve["loss"].iloc[-1], "x", color=arm.colour, markersize=9, zorder=5)
+        curve = found[run.run_id]
+        style.seed_line(ax, arm, list(curve[x]), list(curve["loss"]), flagged=flag)
+        if run.state == "diverged":
+            ax.plot(curve[x].iloc[-1], curve["loss"].iloc[-1], "x", color=arm.colour, markersize=9, zorder=5)
             # The epoch it broke off in is not a whole one; an evaluation always is.
             curve = curve.iloc[:-1] if kind == "training" else curve
         whole.append(curve)
@@ -77,14 +86,17 @@ def _method(ax: Axes, arm: style.Method, runs: pd.DataFrame, found: Curves, *, k
     joined = pd.concat(whole).groupby("epoch").agg(n=("loss", "size"), x=(x, "mean"), loss=("loss", list))
     joined = joined[(joined["n"] == len(whole)).cummin()]
     bars = [select.bar(values) for values in joined["loss"]]
-    style.means(ax, arm, list(joined["x"]), bars, [any(flagged)] * len(bars), size=4, band=True)
+    index, count = turn
+    every = max(1, min(count, len(bars) // MARKS))
+    flags = [any(flagged)] * len(bars)
+    style.means(ax, arm, list(joined["x"]), bars, flags, size=5, band=True, marked=slice(index % every, None, every))
     return [b.n for b in bars]
 
 
 def _limit(ax: Axes, runs: pd.DataFrame, found: Curves) -> None:
     """Let the runs that ended well set the height: one that diverged would flatten the others into a line."""
     done = [found[r] for r in runs.loc[runs["state"] != "diverged", "run_id"] if r in found]
-    losses = pd.concat(done)["loss"].dropna() if done else pd.Series(dtype=float)
+    losses = pd.concat(done)["loss"] if done else pd.Series(dtype=float)
     if not losses.empty:
         margin = 0.05 * max(losses.max() - losses.min(), 0.1)
         ax.set_ylim(losses.min() - margin, losses.max() + margin)
@@ -97,6 +109,12 @@ def legend(runs: pd.DataFrame) -> list[Artist]:
     return [*map(style.handle, style.methods(runs["arm"])), *marks]
 
 
-def remark(runs: pd.DataFrame) -> str:
-    """What a caption adds where a seed diverged."""
-    return " A mean ends with the first of its seeds." if (runs["state"] == "diverged").any() else ""
+def remark(runs: pd.DataFrame, kinds: Mapping[str, Curves]) -> str:
+    """What a caption adds where a seed diverged; `kinds` holds the curves that the figure draws."""
+    diverged = runs.loc[runs["state"] == "diverged", "run_id"]
+    if diverged.empty:
+        return ""
+    drawn = {run_id for found in kinds.values() for run_id in found}
+    absent = len(set(diverged) - drawn)
+    text = " A mean ends with the first of its seeds."
+    return text + (f" {absent} run(s) diverged before a first point." if absent else "")

@@ -5,42 +5,53 @@ A figure that has nothing to draw says which part of an experiment would give it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.stats import Interval, interval, paired_ratio
+from thinpipe.plots import style
 from thinpipe.plots.style import Bar
 
 Tables = Mapping[str, pd.DataFrame]
+#: What a figure module's `figures` returns: file stem -> figure, or why a part has none.
+Drawn = list[tuple[str, Figure | UserError]]
 TIMED = ("timing", "full")
 TRAINED = ("convergence", "full")
 LEVEL = 0.95
 
 
-def timed(tables: Tables, figure: str) -> pd.DataFrame:
-    """Runs whose step times may be compared: done, measured for timing, on this machine."""
-    runs = _runs(tables)
-    chosen = runs[runs["measure"].isin(TIMED) & (runs["state"] == "done") & runs["step_time_s"].notna()]
+def timed(tables: Tables, columns: Sequence[str] = ("step_time_s",)) -> pd.DataFrame:
+    """Runs whose step times may be compared: done, measured for timing, on this machine, `columns` finite."""
+    runs = tables["runs"]
+    chosen = finite(runs[runs["measure"].isin(TIMED) & (runs["state"] == "done")], columns)
     if chosen.empty:
-        raise nothing(figure, tables, 'a part with measure = "timing" with a finished run on this machine')
+        raise nothing(tables, 'a part with measure = "timing" with a finished run on this machine')
     return chosen
 
 
-def trained(tables: Tables, figure: str) -> pd.DataFrame:
-    """Runs with a loss curve: done or diverged, wherever they ran."""
-    runs = _runs(tables)
-    chosen = runs[runs["measure"].isin(TRAINED) & runs["state"].isin(("done", "diverged", "foreign"))]
+def trained(tables: Tables, columns: Sequence[str] = ()) -> pd.DataFrame:
+    """Runs that trained, done or diverged, wherever they ran; of these the ones whose `columns` are finite."""
+    runs = tables["runs"]
+    ended = runs["state"].isin(("done", "diverged", "foreign"))
+    chosen = finite(runs[runs["measure"].isin(TRAINED) & ended], columns)
     if chosen.empty:
-        raise nothing(figure, tables, 'a part with measure = "convergence" with a finished run')
+        raise nothing(tables, 'a part with measure = "convergence" with a finished run')
     return chosen
 
 
-def nothing(figure: str, tables: Tables, needed: str) -> UserError:
+def finite(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """The rows whose `columns` all hold a number: what did not end has none, what diverged may hold inf."""
+    numbers = rows[list(columns)].astype(np.float64)
+    return rows[np.isfinite(numbers).all(axis=1)]
+
+
+def nothing(tables: Tables, needed: str) -> UserError:
     """The error of a figure whose data an experiment does not have."""
-    return UserError(f"{figure}: nothing to draw for {experiment(tables)!r}: it needs {needed}.")
+    return UserError(f"nothing to draw for {experiment(tables)!r}: it needs {needed}.")
 
 
 def experiment(tables: Tables) -> str:
@@ -48,11 +59,35 @@ def experiment(tables: Tables) -> str:
     return ", ".join(names) or "an experiment without finished runs"
 
 
-def by_part(runs: pd.DataFrame, figure: str) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(part, file name, its runs): one figure a part, so that different grids never meet in one line."""
+def per_part(name: str, runs: pd.DataFrame, make: Callable[[str, pd.DataFrame], Figure]) -> Drawn:
+    """One figure a part, make(part, its runs), so that different grids never meet in one line.
+
+    A part that cannot be drawn (a UserError of `make`) does not keep the others from it: its error stands in
+    the place of its figure, and is raised only when no part can be drawn.
+    """
     parts = sorted(set(runs["part"]))
-    for part in parts:
-        yield part, figure if len(parts) == 1 else f"{figure}.{part}", runs[runs["part"] == part]
+    drawn: Drawn = []
+    with style.context():
+        for part in parts:
+            try:
+                made: Figure | UserError = make(part, runs[runs["part"] == part])
+            except UserError as error:
+                made = error
+            drawn.append((name if len(parts) == 1 else f"{name}.{part}", made))
+    errors = [made for _, made in drawn if isinstance(made, UserError)]
+    if errors and len(errors) == len(drawn):
+        raise errors[0]
+    return drawn
+
+
+def once(runs: pd.DataFrame) -> pd.DataFrame:
+    """One run for each training: those that differ in the network alone have the same numbers (train_id).
+
+    UserError where an arm has several settings with one seed, which cannot share a curve.
+    """
+    runs = runs.drop_duplicates(["arm", "seed", "train_id"])
+    one_setting(runs, ["arm", "seed"], "train_id")
+    return runs
 
 
 def one_setting(runs: pd.DataFrame, by: Sequence[str], identity: str = "cell") -> None:
@@ -73,7 +108,8 @@ def one_setting(runs: pd.DataFrame, by: Sequence[str], identity: str = "cell") -
 
 
 def bar(values: Sequence[float] | pd.Series) -> Bar:
-    """Mean over seeds; the bar is the 95 % t interval from 3 seeds on, and spans both of two."""
+    """Mean over seeds of finite values (see `finite`); the bar is the 95 % t interval from 3 seeds on, and spans
+    both of two."""
     data = np.asarray(values, dtype=np.float64)
     found = interval(list(data), LEVEL)
     return _as_bar(found, float(data.min()), float(data.max()))
@@ -110,17 +146,21 @@ def caption(
     *,
     timing: bool,
     points: str = "small points: seeds, large: their mean; bars",
+    left_out: Sequence[str] | None = None,
 ) -> str:
     """Experiment, part, tables and columns, number of seeds, meaning of bars, and what was left out.
 
-    points: what shows the seeds and their interval; counts: the number of seeds behind each mean.
+    points: what shows the seeds and their interval; counts: the number of seeds behind each mean; left_out:
+    states whose runs the figure does not show. UserError without any mean: then there is nothing to draw.
     """
+    if not counts:
+        raise nothing(tables, f"a run of part {part!r} that got far enough to have numbers")
     runs = tables["runs"]
     rest = runs[(runs["part"] == part) & runs["measure"].isin(TIMED if timing else TRAINED)]
-    hidden = ["failed", "foreign", "diverged"] if timing else ["failed"]
-    left_out = [f"{count} {state}" for state in hidden if (count := int((rest["state"] == state).sum()))]
+    hidden = left_out if left_out is not None else ("failed", "foreign", "diverged") if timing else ("failed",)
+    absent = [f"{count} {state}" for state in hidden if (count := int((rest["state"] == state).sum()))]
     text = f"Experiment {experiment(tables)}, part {part}. Source: {source}. {_seeds(counts, points)}."
-    return text + (f" Left out: {', '.join(left_out)} run(s)." if left_out else "")
+    return text + (f" Left out: {', '.join(absent)} run(s)." if absent else "")
 
 
 def _seeds(counts: Sequence[int], points: str) -> str:
@@ -139,8 +179,3 @@ def _seeds(counts: Sequence[int], points: str) -> str:
 def rate_text(rate: float, unit: str = "") -> str:
     """A link rate as labels show it; NaN is a link without a limit."""
     return "no limit" if pd.isna(rate) else f"{rate:g} {unit}".rstrip()
-
-
-def _runs(tables: Tables) -> pd.DataFrame:
-    runs = tables["runs"]
-    return runs[runs["state"] != "failed"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from pathlib import Path
-
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -25,20 +24,13 @@ COLUMNS = "table runs (rate_mbit, step_time_s, arm, seed, forward, backward, fid
 CELL_IN = (0.66, 0.5)
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when the experiment has no timing runs."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
-
-
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    with style.context():
-        parts = select.by_part(select.timed(tables, NAME), NAME)
-        return [(name, _figure(tables, part, runs)) for part, name, runs in parts]
+def figures(tables: select.Tables) -> select.Drawn:
+    return select.per_part(NAME, select.timed(tables), functools.partial(_figure, tables))
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     select.one_setting(runs, ["arm", "rate_mbit"])
-    baseline = runs[(runs["forward"] == "none") & (runs["backward"] == "none")]
+    baseline = _baseline(runs)
     arms = style.methods(runs["arm"])
     rates = [rate for rate, _ in runs.groupby("rate_mbit", dropna=False)]
     maps = 1 if baseline.empty else 2
@@ -51,7 +43,8 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     text = select.caption(tables, part, COLUMNS, counts, timing=True, points="in brackets")
     if maps == 2:
         _map(axes[1], runs, arms, rates, lambda here: _speed_up(here, baseline), ratio=True)
-        axes[1].set_title("Speed-up over FP32 (ratio of step times; above 1 is faster)")
+        over = baseline["arm"].iloc[0]
+        axes[1].set_title(f"Speed-up over {over} (ratio of step times; above 1 is faster)")
         text += " Speed-up: geometric mean of the ratios paired by seed."
     else:
         text += " No uncompressed arm in this part, so no speed-up."
@@ -59,6 +52,12 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     text += " *: a run of the cell is flagged (runs.fidelity)." if any(select.flagged(runs)) else ""
     style.finish(fig, f"Step time by link rate and method, part {part}", text, [])
     return fig
+
+
+def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the uncompressed arm, the first in legend order where there are several; maybe none."""
+    plain = runs[(runs["forward"] == "none") & (runs["backward"] == "none")]
+    return plain if plain.empty else plain[plain["arm"] == style.methods(plain["arm"])[0].label]
 
 
 def _step_time(here: pd.DataFrame) -> style.Bar:

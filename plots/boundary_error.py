@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -26,15 +26,8 @@ ROWS = {
 }
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when no convergence run sampled its transfers."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
-
-
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    with style.context():
-        parts = select.by_part(select.trained(tables, NAME), NAME)
-        return [(name, _figure(tables, part, runs)) for part, name, runs in parts]
+def figures(tables: select.Tables) -> select.Drawn:
+    return select.per_part(NAME, select.trained(tables), functools.partial(_figure, tables))
 
 
 def by_epoch(transfers: pd.DataFrame) -> pd.DataFrame:
@@ -47,16 +40,15 @@ def by_epoch(transfers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
-    runs = runs.drop_duplicates(["arm", "seed", "train_id"])
-    select.one_setting(runs, ["arm", "seed"], "train_id")
+    runs = select.once(runs)
     transfers = tables["transfers"]
     points = by_epoch(transfers[transfers["run_id"].isin(runs["run_id"])])
     points = points.merge(runs[["run_id", "arm", "seed", "fidelity"]], on="run_id")
-    # An exact transfer (FP32, warm-up) has error 0, which a log axis cannot show.
-    points.loc[points["rel_error"] <= 0, "rel_error"] = float("nan")
+    # An exact transfer (FP32, warm-up) has error 0, which a log axis cannot show; a tensor of zeros gives inf.
+    points[list(ROWS)] = points[list(ROWS)].where(lambda value: (value > 0) & (value < float("inf")))
     shown = points.dropna(subset=list(ROWS), how="all")
     if shown.empty:
-        raise select.nothing(NAME, tables, f"runs of part {part!r} with compressed boundaries and sampled errors")
+        raise select.nothing(tables, f"runs of part {part!r} with compressed boundaries and sampled errors")
     places = sorted(
         set(zip(shown["boundary"], shown["direction"], strict=True)), key=lambda p: (p[0], p[1] != "forward")
     )
@@ -69,7 +61,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
             here = shown[(shown["boundary"] == boundary) & (shown["direction"] == direction)]
             counts += _panel(ax, column, here.dropna(subset=[column]), arms)
             ax.set_title(f"boundary {boundary}, {direction}\n({CARRIED[direction]})")
-            ax.set_xlabel("epoch")
+            ax.set_xlabel("epoch (the first is 0)")
             ax.set_xlim(shown["epoch"].min() - 0.5, shown["epoch"].max() + 0.5)
         row[0].set_ylabel(label)
     text = select.caption(tables, part, COLUMNS, counts, timing=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,30 +19,22 @@ NAME = "loss_vs_step"
 COLUMNS = "tables steps (step, train_loss), evals (step, eval_loss), runs (arm, seed, state, fidelity)"
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when the experiment has no convergence runs."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
-
-
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    with style.context():
-        parts = select.by_part(select.trained(tables, NAME), NAME)
-        return [(name, _figure(tables, part, runs)) for part, name, runs in parts]
+def figures(tables: select.Tables) -> select.Drawn:
+    return select.per_part(NAME, select.trained(tables), functools.partial(_figure, tables))
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
-    # Runs that differ in the network alone have one curve (their train_id says so): it is drawn once.
-    runs = runs.drop_duplicates(["arm", "seed", "train_id"])
-    select.one_setting(runs, ["arm", "seed"], "train_id")
+    runs = select.once(runs)
     kinds = {kind: _curves.curves(tables, kind, runs) for kind in _curves.KINDS}
     kinds = {kind: found for kind, found in kinds.items() if found}
     if not kinds:
-        raise select.nothing(NAME, tables, f"runs of part {part!r} that got as far as one step")
+        raise select.nothing(tables, f"runs of part {part!r} that got as far as one step")
     fig = style.new_figure(1, len(kinds))
     counts = []
     for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
         counts += _curves.panel(ax, kind, "step", runs, found)
         ax.set_xlabel("optimizer steps")
     text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
-    style.finish(fig, f"Loss against steps, part {part}", text + _curves.remark(runs), _curves.legend(runs))
+    text += _curves.remark(runs, kinds)
+    style.finish(fig, f"Loss against steps, part {part}", text, _curves.legend(runs))
     return fig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,19 +19,12 @@ NAME = "loss_vs_time"
 COLUMNS = "tables steps (step_time_s, train_loss), evals (t_s, eval_loss), runs (rate_mbit, arm, seed, fidelity)"
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when the experiment has no convergence runs."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
-
-
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    runs = select.trained(tables, NAME)
+def figures(tables: select.Tables) -> select.Drawn:
+    runs = select.trained(tables)
     runs = runs[runs["state"] != "foreign"]
     if runs.empty:
-        raise select.nothing(NAME, tables, "a convergence run of this machine: times of another are not compared")
-    with style.context():
-        parts = select.by_part(runs, NAME)
-        return [(name, _figure(tables, part, runs)) for part, name, runs in parts]
+        raise select.nothing(tables, "a convergence run of this machine: times of another are not compared")
+    return select.per_part(NAME, runs, functools.partial(_figure, tables))
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
@@ -39,7 +32,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     kinds = {kind: _curves.curves(tables, kind, runs) for kind in _curves.KINDS}
     kinds = {kind: found for kind, found in kinds.items() if found}
     if not kinds:
-        raise select.nothing(NAME, tables, f"runs of part {part!r} that got as far as one step")
+        raise select.nothing(tables, f"runs of part {part!r} that got as far as one step")
     # Two machines' seconds are two scales: each has panels of its own.
     networks = list(runs.groupby(["rate_mbit", "machine"], dropna=False))
     several = runs["machine"].nunique() > 1
@@ -53,6 +46,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
             ax.set_title(f"{ax.get_title()}, {where}")
             ax.set_xlabel("training time (s, evaluation left out)")
             ax.set_xlim(left=0)
-    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS) + _curves.remark(runs)
+    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
+    text += _curves.remark(runs, kinds)
     style.finish(fig, f"Loss against training time, part {part}", text, _curves.legend(runs))
     return fig

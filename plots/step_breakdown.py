@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -27,18 +27,11 @@ PHASES = {
 }
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when no timing run of the experiment kept its spans."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
-
-
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    runs = select.timed(tables, NAME)
-    runs = runs.dropna(subset=list(PHASES))
+def figures(tables: select.Tables) -> select.Drawn:
+    runs = select.finite(select.timed(tables), list(PHASES))
     if runs.empty:
-        raise select.nothing(NAME, tables, "timing runs with spans (their wait and idle times come from these)")
-    with style.context():
-        return [(name, _figure(tables, part, own)) for part, name, own in select.by_part(runs, NAME)]
+        raise select.nothing(tables, "timing runs with spans (their wait and idle times come from these)")
+    return select.per_part(NAME, runs, functools.partial(_figure, tables))
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:

@@ -59,6 +59,7 @@ RC: dict[str, Any] = {
 PANEL_IN = (3.4, 2.7)  # one panel, width and height
 LEGEND_IN = 1.6
 CAPTION_SIZE = 6.5
+TITLE_SIZE = 10.0
 
 SOLID: tuple[float, ...] = ()
 DASHED = (4.0, 1.6)
@@ -159,7 +160,10 @@ def finish(fig: Figure, title: str, caption: str, handles: list[Artist]) -> None
     share = strip / (height + strip)
     engine = fig.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
-    engine.set(rect=(0, share, 1, 1 - share))
+    # The layout leaves no margin where a panel ends without a label.
+    engine.set(rect=(0, share, 1 - 0.05 / width, 1 - share))
+    room = width - (LEGEND_IN if handles else 0.0) - 0.2
+    title = textwrap.fill(title, width=max(20, int(room * 72 / (0.55 * TITLE_SIZE))))
     fig.suptitle(title, x=0.01, ha="left")
     bottom = 0.06 / (height + strip)
     fig.text(0.1 / width, bottom, text, size=CAPTION_SIZE, color=NOTE_COLOUR, va="bottom", gid="caption")
@@ -185,13 +189,20 @@ def dodge(index: int, count: int, gap: float) -> float:
 
 
 def seeds(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], flagged: Sequence[bool]) -> None:
-    """One small mark a seed; flagged ones hollow, larger and on top."""
+    """One small mark a seed; flagged ones hollow."""
     for flag in (False, True):
         chosen = [(x, y) for x, y, f in zip(xs, ys, flagged, strict=True) if bool(f) is flag]
         if chosen:
-            look = {"markerfacecolor": "white", "markersize": 4.5} if flag else {"markersize": 3.0, "alpha": 0.55}
+            hollow = {"markerfacecolor": "white", "markersize": 3.4, "markeredgewidth": 0.8}
+            look = hollow if flag else {"markersize": 3.0, "alpha": 0.55}
             kx, ky = zip(*chosen, strict=True)
             ax.plot(kx, ky, m.marker, color=m.colour, zorder=5 if flag else 2, gid=f"seeds {m.label}", **look)
+
+
+def seed_line(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], *, flagged: bool) -> None:
+    """One seed of a curve: a thin line with a small mark at its end, hollow when flagged."""
+    ax.plot(xs, ys, color=m.colour, lw=0.7, alpha=0.5, zorder=2, gid=f"seeds {m.label}")
+    seeds(ax, m, xs[-1:], ys[-1:], [flagged] * len(xs[-1:]))
 
 
 def means(
@@ -203,8 +214,12 @@ def means(
     *,
     size: float = 6,
     band: bool = False,
+    marked: slice = slice(None),
 ) -> None:
-    """The means over seeds, their line and bars (or a band, for curves); hollow where a run is flagged."""
+    """The means over seeds, their line and bars (or a band, for curves); hollow where a run is flagged.
+
+    marked: which of the means have a mark; all are on the line.
+    """
     ys = [bar.mean for bar in bars]
     error = [[bar.mean - bar.low for bar in bars], [bar.high - bar.mean for bar in bars]]
     if band:
@@ -212,8 +227,9 @@ def means(
     elif np.isfinite(error).any():
         ax.errorbar(xs, ys, yerr=error, fmt="none", color=m.colour, capsize=2, elinewidth=0.9, zorder=3)
     ax.plot(xs, ys, color=m.colour, dashes=m.dashes or (None, None), zorder=3, label=m.label)
+    points = list(zip(xs, ys, flagged, strict=True))[marked]
     for flag in (False, True):
-        chosen = [(x, y) for x, y, f in zip(xs, ys, flagged, strict=True) if bool(f) is flag]
+        chosen = [(x, y) for x, y, f in points if bool(f) is flag]
         if chosen:
             kx, ky = zip(*chosen, strict=True)
             face = "white" if flag else m.colour

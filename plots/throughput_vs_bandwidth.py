@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,31 +20,26 @@ NAME = "throughput_vs_bandwidth"
 COLUMNS = "table runs (rate_mbit, samples_per_s, arm, seed, fidelity)"
 
 
-def draw(tables: select.Tables, out_dir: Path) -> list[Path]:
-    """Write the figure, one a part; UserError when the experiment has no timing runs."""
-    return [path for name, fig in figures(tables) for path in style.save(fig, out_dir, name)]
+def figures(tables: select.Tables) -> select.Drawn:
+    return select.per_part(NAME, select.timed(tables, ["samples_per_s"]), functools.partial(_figure, tables))
 
 
-def figures(tables: select.Tables) -> list[tuple[str, Figure]]:
-    drawn = []
-    with style.context():
-        for part, name, runs in select.by_part(select.timed(tables, NAME), NAME):
-            select.one_setting(runs, ["arm", "rate_mbit"])
-            fig = style.new_figure(1, 1, (4.6, 3.2))
-            ax = fig.add_subplot()
-            positions = _positions(runs["rate_mbit"])
-            arms = style.methods(runs["arm"])
-            counts = []
-            for i, arm in enumerate(arms):
-                # A gap of a tenth of a decade: on this axis a shift is a factor.
-                shift = 10 ** style.dodge(i, len(arms), 0.1)
-                counts += _line(ax, arm, runs[runs["arm"] == arm.label], positions, shift)
-            _axes(ax, positions)
-            handles = [*map(style.handle, arms), *style.notes(flagged=any(select.flagged(runs)))]
-            text = select.caption(tables, part, COLUMNS, counts, timing=True) + " Methods side by side at each rate."
-            style.finish(fig, f"Throughput against link rate, part {part}", text, handles)
-            drawn.append((name, fig))
-    return drawn
+def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
+    select.one_setting(runs, ["arm", "rate_mbit"])
+    fig = style.new_figure(1, 1, (4.6, 3.2))
+    ax = fig.add_subplot()
+    positions = _positions(runs["rate_mbit"])
+    arms = style.methods(runs["arm"])
+    counts = []
+    for i, arm in enumerate(arms):
+        # A gap of a tenth of a decade: on this axis a shift is a factor.
+        shift = 10 ** style.dodge(i, len(arms), 0.1)
+        counts += _line(ax, arm, runs[runs["arm"] == arm.label], positions, shift)
+    _axes(ax, positions)
+    handles = [*map(style.handle, arms), *style.notes(flagged=any(select.flagged(runs)))]
+    text = select.caption(tables, part, COLUMNS, counts, timing=True) + " Methods side by side at each rate."
+    style.finish(fig, f"Throughput against link rate, part {part}", text, handles)
+    return fig
 
 
 def _positions(rates: pd.Series) -> dict[float | None, float]:

@@ -2,23 +2,26 @@
 
 A model plug-in says in its literal `PARAMETERS`, so that planning costs no import:
 
-    presets       name -> {layers, width, heads, positions}
-    defaults      size -> polynomial, for a size that neither preset nor checkpoint gives
+    presets       name -> {layers, width, heads, positions}; heads and positions only where the family has them
     counts        {block, embedding, head} -> polynomial: parameters of one block, before them, after all
-    checkpoint    {model_type, layers, width, ...} -> the key of a Hugging Face config.json that holds it
-    (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width)
+    defaults      (may be left out) size -> polynomial, for a size that neither preset nor checkpoint gives
+    checkpoint    (left out by a family that loads none) {model_type, layers, width, vocab_size, ...} -> the key of a
+                  Hugging Face config.json that holds it; `model_type` -> the family's name there
+    (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width; vocab_size and every size may be named)
 
 and defines, in the module that a rank imports:
 
     build(spec, shape, part, *, seed) -> torch.nn.Module     one stage
-    loss(logits, targets, weights=None) -> scalar tensor
+    loss(logits, targets, weights=None) -> scalar tensor     the micro-batch's mean; with weights the weighted sum
+
+`_shared.py` has what several families need for these: seeded weights, the next-token loss.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,17 +34,23 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPECTED = f"Expected a local Hugging Face folder: config.json and {WEIGHTS} (or {INDEX} with its shards)."
 OVERRIDES = ("layers", "width", "heads")
+PARTS = ("block", "embedding", "head")
+# What PARAMETERS may hold -> whether it must.
+DECLARED = {"presets": True, "counts": True, "defaults": False, "checkpoint": False}
+SIZES = ("layers", "width")
+OPTIONAL_SIZES = ("heads", "positions")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The size of a model. positions: the longest sequence in tokens; parameters_*: numbers of parameters."""
+    """The size of a model. positions: the longest sequence in tokens (None: any); heads: None where a family has none;
+    parameters_*: numbers of parameters."""
 
     layers: int
     width: int
-    heads: int
+    heads: int | None
     vocab_size: int
-    positions: int
+    positions: int | None
     parameters_per_block: tuple[int, ...]
     parameters_embedding: int
     parameters_head: int
@@ -64,25 +73,56 @@ def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
     Raises UserError for an unknown preset, sizes that do not fit together or with the task, and a checkpoint
     that is missing, incomplete, of another family, or at odds with an override.
     """
-    declared = plugins.get("models", spec.name).parameters
+    declared = declaration(plugins.get("models", spec.name))
     if spec.checkpoint is None:
         sizes = _preset_sizes(spec, declared["presets"]) | {"vocab_size": task.vocab_size}
-    else:
+    elif "checkpoint" in declared:
         sizes = _checkpoint_sizes(spec, declared["checkpoint"])
-    for name, polynomial in declared["defaults"].items():
-        sizes.setdefault(name, _evaluate(polynomial, sizes))
+    else:
+        raise UserError(f"model {spec.name!r} loads no checkpoints: leave model.checkpoint out, or choose another model.")
+    for name, polynomial in declared.get("defaults", {}).items():
+        if name not in sizes:
+            sizes[name] = _evaluate(polynomial, sizes, f"model {spec.name!r}: PARAMETERS, defaults, {name}")
     _check(sizes, task)
-    counts = {part: _evaluate(polynomial, sizes) for part, polynomial in declared["counts"].items()}
+    counts = {
+        part: _evaluate(polynomial, sizes, f"model {spec.name!r}: PARAMETERS, counts, {part}")
+        for part, polynomial in declared["counts"].items()
+    }
     return ModelShape(
         layers=sizes["layers"],
         width=sizes["width"],
-        heads=sizes["heads"],
+        heads=sizes.get("heads"),
         vocab_size=sizes["vocab_size"],
-        positions=sizes["positions"],
+        positions=sizes.get("positions"),
         parameters_per_block=(counts["block"],) * sizes["layers"],
         parameters_embedding=counts["embedding"],
         parameters_head=counts["head"],
     )
+
+
+def declaration(plugin: plugins.Plugin) -> Mapping[str, Any]:
+    """A model plug-in's PARAMETERS. Raises UserError naming what is missing from it, or is none of the keys above."""
+    where, declared = f"model {plugin.name!r}: PARAMETERS", plugin.parameters
+    _keys(where, declared, [key for key, must in DECLARED.items() if must], DECLARED)
+    _keys(f"{where}, counts", declared["counts"], PARTS, PARTS)
+    if not declared["presets"]:
+        raise UserError(f"{where}, presets: there is none; add one, e.g. {{'tiny': {{'layers': 4, 'width': 128}}}}.")
+    for name, sizes in declared["presets"].items():
+        _keys(f"{where}, preset {name!r}", sizes, SIZES)
+    if "checkpoint" in declared:
+        _keys(f"{where}, checkpoint", declared["checkpoint"], ("model_type", *SIZES, "vocab_size"))
+    return declared
+
+
+def _keys(where: str, data: Any, required: Iterable[str], valid: Iterable[str] | None = None) -> None:
+    """Refuse a table without its required keys, or with a key that is none of `valid` (None: any)."""
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: must be a dict, not {data!r}.")
+    for key in data:
+        if valid is not None and key not in valid:
+            raise UserError(f"{where}: unknown key {key!r}.{near_miss(key, valid)}")
+    if missing := [key for key in required if key not in data]:
+        raise UserError(f"{where}: {', '.join(missing)} missing; harness/models/base.py says what each key means.")
 
 
 def checkpoint_config(directory: Path) -> dict[str, Any]:
@@ -123,8 +163,11 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
 def _preset_sizes(spec: ModelSpec, presets: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     if spec.preset not in presets:
         raise UserError(f"unknown preset {spec.preset!r} of model {spec.name!r}.{near_miss(spec.preset, presets)}")
-    overrides = {name: getattr(spec, name) for name in OVERRIDES}
-    return dict(presets[spec.preset]) | {name: value for name, value in overrides.items() if value is not None}
+    sizes = dict(presets[spec.preset])
+    overrides = {name: getattr(spec, name) for name in OVERRIDES if getattr(spec, name) is not None}
+    if unknown := [name for name in overrides if name not in sizes]:
+        raise UserError(f"model {spec.name!r} has no {unknown[0]}: leave model.{unknown[0]} out.")
+    return sizes | overrides
 
 
 def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int]:
@@ -148,28 +191,32 @@ def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int
         if not isinstance(config[key], int) or config[key] < 1:
             raise UserError(f"{directory / 'config.json'}: {key} is {config[key]!r}, not a positive integer.")
         sizes[name] = config[key]
-    missing = sorted({"layers", "width", "heads", "vocab_size", "positions"} - set(sizes))
+    required = {*SIZES, "vocab_size", *OPTIONAL_SIZES} & set(keys)
+    missing = sorted(required - set(sizes))
     if missing:
         raise UserError(f"{directory / 'config.json'} lacks {', '.join(keys[name] for name in missing)}.")
     for name in OVERRIDES:
-        if getattr(spec, name) not in (None, sizes[name]):
+        asked = getattr(spec, name)
+        if asked is not None and name not in sizes:
+            raise UserError(f"model {spec.name!r} has no {name}: leave model.{name} out.")
+        if asked not in (None, sizes.get(name)):
             raise UserError(
-                f"model.{name} {getattr(spec, name)} contradicts model.checkpoint {directory}, whose "
+                f"model.{name} {asked} contradicts model.checkpoint {directory}, whose "
                 f"{keys[name]} is {sizes[name]}: a checkpoint fixes its own sizes, leave model.{name} out."
             )
     return sizes
 
 
 def _check(sizes: Mapping[str, int], task: TaskSpec) -> None:
-    width, heads = sizes["width"], sizes["heads"]
-    if width % heads:
+    width, heads, positions = sizes["width"], sizes.get("heads"), sizes.get("positions")
+    if heads is not None and width % heads:
         raise UserError(
             f"model.width {width} cannot be divided among model.heads {heads}; "
             f"choose a width that is a multiple of {heads}."
         )
-    if task.sequence_length > sizes["positions"]:
+    if positions is not None and task.sequence_length > positions:
         raise UserError(
-            f"task.sequence_length {task.sequence_length} is longer than the model's {sizes['positions']} "
+            f"task.sequence_length {task.sequence_length} is longer than the model's {positions} "
             "positions; shorten it or choose a model with more."
         )
     if task.vocab_size > sizes["vocab_size"]:
@@ -179,5 +226,11 @@ def _check(sizes: Mapping[str, int], task: TaskSpec) -> None:
         )
 
 
-def _evaluate(polynomial: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    return sum(factor * math.prod(sizes[name] for name in term.split("*")) for term, factor in polynomial.items())
+def _evaluate(polynomial: Mapping[str, int], sizes: Mapping[str, int], where: str) -> int:
+    total = 0
+    for term, factor in polynomial.items():
+        for name in term.split("*"):
+            if name not in sizes:
+                raise UserError(f"{where}: no size is called {name!r}.{near_miss(name, sizes)}")
+        total += factor * math.prod(sizes[name] for name in term.split("*"))
+    return total

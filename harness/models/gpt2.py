@@ -8,20 +8,22 @@ the network carries every step.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.nn import functional
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2PreTrainedModel
 
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.models._shared import next_token_loss as loss
+from thinpipe.harness.models._shared import seeded
 from thinpipe.harness.models.base import ModelShape, StagePart, checkpoint_config, checkpoint_files
 from thinpipe.harness.spec import ModelSpec
+
+__all__ = ["GPT2Stage", "build", "loss"]
 
 VERSION = 1
 SUMMARY = "GPT-2 of Hugging Face transformers, from a preset or a local checkpoint"
@@ -95,23 +97,10 @@ def build(spec: ModelSpec, shape: ModelShape, part: StagePart, *, seed: int) -> 
     stage.to_empty(device="cpu")
     assert not list(stage.buffers()), "a buffer would be left uninitialised"
     if spec.checkpoint is None:
-        _initialise(stage, config, seed)
+        seeded(_components(stage), seed, GPT2PreTrainedModel(config)._init_weights)
     else:
         _load(stage, Path(spec.checkpoint).expanduser(), tied=config.tie_word_embeddings)
     return stage.train()
-
-
-def loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Next-token cross-entropy in nats, a scalar. logits (mb, S, V) float; targets (mb, S) int64, shifted.
-
-    Without weights: the mean over the micro-batch's tokens (training). With weights (mb,) float: the weighted
-    *sum* over sequences of a sequence's mean; divided by the sum of all weights it is the mean of an
-    evaluation whose padding has weight 0, however it was cut into micro-batches.
-    """
-    if weights is None:
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    tokens = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return (tokens.view_as(targets).mean(dim=1) * weights).sum()
 
 
 def _config(spec: ModelSpec, shape: ModelShape) -> GPT2Config:
@@ -135,21 +124,12 @@ def _config(spec: ModelSpec, shape: ModelShape) -> GPT2Config:
     return GPT2Config.from_dict(values | fixed, attn_implementation="sdpa")
 
 
-def _initialise(stage: nn.Module, config: GPT2Config, seed: int) -> None:
-    initialiser = GPT2PreTrainedModel(config)
-    with torch.random.fork_rng(devices=[]):
-        for name, component in _components(stage):
-            # The head is what the first stage's embedding is: the same key, the same distribution.
-            key = "wte" if name == "lm_head" else name
-            digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
-            torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
-            component.apply(initialiser._init_weights)
-
-
 def _components(stage: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What is seeded by itself: each block, and each module before and after them."""
+    """What is seeded by itself, with its key: each block, and each module before and after them."""
     blocks = [(f"h.{name}", block) for name, block in stage.h.named_children()]  # type: ignore[union-attr]
-    return blocks + [(name, module) for name, module in stage.named_children() if name != "h"]
+    # The head is what the first stage's embedding is: the same key, the same distribution.
+    others = [("wte" if name == "lm_head" else name, module) for name, module in stage.named_children() if name != "h"]
+    return blocks + others
 
 
 def _load(stage: nn.Module, directory: Path, *, tied: bool) -> None:
