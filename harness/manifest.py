@@ -55,7 +55,27 @@ def collect(spec: RunSpec) -> dict[str, Any]:
         "tools": tools(),
         "source": source(),
         "plugins": plugin_hashes(spec),
+        "inputs": input_hashes(spec),
     }
+
+
+def input_hashes(spec: RunSpec) -> dict[str, str]:
+    """Hash of each file that the spec names by path (corpus, checkpoint): a run_id holds the path, not the content.
+
+    Of each file its size and its first MiB are hashed: enough to notice another file, cheap enough for a plan.
+    """
+    named = [Path(spec.task.corpus).expanduser()]
+    if spec.model.checkpoint is not None:
+        folder = Path(spec.model.checkpoint).expanduser()
+        named += [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    hashes = {}
+    for path in named:
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.sha256(str(path.stat().st_size).encode())
+                digest.update(file.read(1 << 20))
+            hashes[str(path)] = digest.hexdigest()[:16]
+    return hashes
 
 
 def plugin_hashes(spec: RunSpec) -> dict[str, dict[str, Any]]:

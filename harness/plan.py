@@ -135,9 +135,14 @@ def _finished_state(entry: Entry, status: Mapping[str, Any], store: Store) -> tu
     if status.get("machine") != manifest.machine_id():
         return "foreign", f"{state} on another machine ({status.get('machine')})"
     try:
-        then = store.manifest(entry.run_id).get("plugins", {})
+        kept = store.manifest(entry.run_id)
     except UserError as error:
         return "stale", str(error)
+    then = kept.get("plugins", {})
+    before = kept.get("inputs", {})
+    other = [path for path, now in manifest.input_hashes(entry.spec).items() if before.get(path, now) != now]
+    if other:
+        return "stale", f"content changed since: {', '.join(other)}"
     changed = [
         key
         for key, now in manifest.plugin_hashes(entry.spec).items()

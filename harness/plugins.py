@@ -31,7 +31,6 @@ FOLDERS = {
     "models": "harness/models",
     "tasks": "harness/tasks",
     "figures": "plots",
-    "launchers": "harness/launch",
 }
 # Every file of a plug-in folder is a plug-in, save these; what plug-ins share lives one level up or here.
 NOT_PLUGINS = {"__init__", "style", "base"}

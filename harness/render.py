@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinpipe.harness.progress import duration
+from thinpipe.harness.views import flat
 
 STATE_STYLES = {
     "done": "green",
@@ -115,7 +116,7 @@ def run(data: Mapping[str, Any]) -> None:
     _line("\nsettings (defaults left out)")
     for key, value in flat(data["spec"]).items():
         _line(f"  {key} = {value}")
-    _settings(data["requested"], data["effective"])
+    _settings(data["settings"])
     for name, lines in data["logs"].items():
         _line(f"\nlast lines of {name}")
         for line in lines:
@@ -124,15 +125,18 @@ def run(data: Mapping[str, Any]) -> None:
         _line(f"\ndetail\n{found['detail']}")
 
 
-def _settings(requested: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
-    """Requested settings beside what was read back, a column a rank."""
-    if not requested and not effective:
-        return
-    asked = flat(requested)
-    got = {name: flat(values) for name, values in sorted(effective.items()) if isinstance(values, Mapping)}
-    keys = list(dict.fromkeys([*asked, *(key for values in got.values() for key in values)]))
-    rows = [[key, *(_word(values.get(key)) for values in (asked, *got.values()))] for key in keys]
-    _table(["setting", "requested", *(f"effective {name}" for name in got)], rows)
+def _settings(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Requested settings beside what was read back: once where all ranks agree, else rank by rank."""
+    if rows:
+        shown = [[row["setting"], _word(row["requested"]), _in_force(row["in_force"])] for row in rows]
+        _line("")
+        _table(["setting", "requested", "in force"], shown)
+
+
+def _in_force(found: Mapping[str, Any]) -> str:
+    if set(found) <= {"all"}:
+        return _word(found.get("all"))
+    return "; ".join(f"{rank}: {_word(value)}" for rank, value in found.items())
 
 
 def listing(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -155,17 +159,6 @@ def checks(data: Sequence[Mapping[str, Any]]) -> None:
             _line(f"{'':<6}{'':<22} -> {check['advice']}")
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """
-    >>> flat({"a": {"b": 1}})
-    {'a.b': 1}
-    """
-    items: dict[str, Any] = {}
-    for key, value in data.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return items
-
-
 def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, header in enumerate(headers):
@@ -181,6 +174,8 @@ def _line(text: str) -> None:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
     return "" if value is None else str(value)
 
 

@@ -15,7 +15,7 @@ from thinpipe.harness.plan import Plan
 from thinpipe.harness.store import Store
 
 LOG_LINES = 10
-LIST_KINDS = ("experiments", "codecs", "memories", "models", "tasks", "figures", "launchers", "links")
+LIST_KINDS = ("experiments", "codecs", "memories", "models", "tasks", "figures", "links")
 # Columns of the runs table that `run --json` carries.
 RUN_NUMBERS = (
     "measure",
@@ -192,6 +192,7 @@ def run(store: Store, run_id: str) -> dict[str, Any]:
     found, problem = store.read_status(run_id)
     folder = store.run_dir(run_id)
     manifest = store.manifest(run_id)
+    requested, effective = manifest.pop("requested", {}), manifest.pop("effective", {})
     uses = [
         {"experiment": name, "part": row["part"], "arm": row["arm"]}
         for name in store.experiments()
@@ -205,12 +206,42 @@ def run(store: Store, run_id: str) -> dict[str, Any]:
         "note": problem,
         "uses": uses,
         "spec": store.spec(run_id).canonical(),
-        "requested": manifest.pop("requested", {}),
-        "effective": manifest.pop("effective", {}),
+        "requested": requested,
+        "effective": effective,
+        "settings": settings(requested, effective),
         "status": found,
         "manifest": manifest,
         "logs": {path.name: tail(path) for path in sorted(folder.glob("*.log"))},
     }
+
+
+def settings(requested: Mapping[str, Any], effective: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row a setting: what was asked for (None where the ranks only report it) beside what each rank reads back.
+
+    in_force: {"all": value} where every rank that has the setting agrees, else {rank: value}.
+    """
+    asked = flat(requested)
+    found = {name: flat(values) for name, values in sorted(effective.items())}
+    rows = []
+    for key in dict.fromkeys([*asked, *(key for values in found.values() for key in values)]):
+        in_force = {name: values[key] for name, values in found.items() if key in values}
+        values = list(in_force.values())
+        if values and all(value == values[0] for value in values):
+            in_force = {"all": values[0]}
+        rows.append({"setting": key, "requested": asked.get(key), "in_force": in_force})
+    return rows
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested data by dotted key.
+
+    >>> flat({"a": {"b": 1}})
+    {'a.b': 1}
+    """
+    items: dict[str, Any] = {}
+    for key, value in data.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return items
 
 
 def tail(path: Path, lines: int = LOG_LINES) -> list[str]:

@@ -329,7 +329,7 @@ def test_a_stored_run_is_run_again(session, tmp_path):
 
 def test_runs_of_other_settings_in_the_same_folder_are_pointed_out(session):
     thinpipe("run", "smoke")
-    shown = thinpipe("run", "smoke", "--set", "train.epochs=1", "--limit", "1", "--json")
+    shown = thinpipe("run", "smoke", "--set", "train.epochs=3", "--limit", "1", "--json")
     assert "also lists 4 run(s)" in shown.err
     assert "--set name=" in shown.err
     assert len(json.loads(shown.out)) == 4

@@ -329,3 +329,17 @@ def test_slower_links_and_more_work_never_predict_less():
 def test_an_impossible_model_is_refused_while_planning(store):
     with pytest.raises(UserError, match="preset"):
         plan.make(load("smoke", ["model.preset=huge"]), store)
+
+
+def test_a_corpus_whose_content_changed_is_stale(tmp_path, store):
+    text = tmp_path / "mine.txt"
+    text.write_text("one")
+    data = {"name": "own", "base": {"task": {"corpus": str(text)}}, "part": [{"name": "p", "arm": [{"label": "FP32"}]}]}
+    own = expand(data)
+    spec = plan.make(own, store).entries[0].spec
+    write_json(finish(store, spec) / "manifest.json", {"inputs": manifest.input_hashes(spec)})
+    assert plan.make(own, store).entries[0].state == "done"
+    text.write_text("two")
+    entry = plan.make(own, store).entries[0]
+    assert entry.state == "stale"
+    assert str(text) in entry.note

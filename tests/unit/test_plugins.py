@@ -12,6 +12,8 @@ from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
 
+# A third party's codec in these tests: a name that no codec of ours will ever take.
+NAME = "only_of_this_test"
 GOOD = """
 VERSION = 3
 SUMMARY: str = "keeps the sign"
@@ -45,7 +47,7 @@ def write(folder: Path, text: str, name: str = "plugged_in") -> Path:
 def entry_point(tmp_path, monkeypatch):
     """Register a module of `text` as a third party's entry point."""
 
-    def register(text: str, name: str = "sign", group: str = "thinpipe.codecs", module: str = "plugged_in") -> None:
+    def register(text: str, name: str = NAME, group: str = "thinpipe.codecs", module: str = "plugged_in") -> None:
         write(tmp_path, text, module)
         entry = importlib.metadata.EntryPoint(name, module, group)
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == entry.group else [])
@@ -82,10 +84,10 @@ def test_an_unknown_name_is_answered_with_a_near_miss() -> None:
 
 def test_reading_takes_literals_without_importing(tmp_path) -> None:
     path = write(tmp_path, "raise SystemExit('imported')\n" + GOOD)
-    plugin = plugins.read("codecs", "sign", "plugged_in", path)
+    plugin = plugins.read("codecs", NAME, "plugged_in", path)
     assert (plugin.version, plugin.summary, plugin.source) == (3, "keeps the sign", "a test")
     assert plugin.parameters["bits"]["max"] == 2
-    other = plugins.read("codecs", "sign", "plugged_in", write(tmp_path, GOOD))
+    other = plugins.read("codecs", NAME, "plugged_in", write(tmp_path, GOOD))
     assert plugin.source_hash != other.source_hash
 
 
@@ -100,28 +102,28 @@ def test_reading_takes_literals_without_importing(tmp_path) -> None:
 )
 def test_literals_that_are_none(tmp_path, old: str, new: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plugins.read("codecs", "sign", "plugged_in", write(tmp_path, GOOD.replace(old, new)))
+        plugins.read("codecs", NAME, "plugged_in", write(tmp_path, GOOD.replace(old, new)))
 
 
 def test_a_third_party_codec_is_one_file(entry_point) -> None:
     entry_point(CODEC)
-    assert grammar.canonical("delta(sign:2, cache=sign:01)") == "delta(sign:2, cache=sign:1)"
-    assert grammar.bits("sign:1") == 1
-    assert grammar.plugins_used("sign:1") == {"codecs/sign"}
+    assert grammar.canonical(f"delta({NAME}:2, cache={NAME}:01)") == f"delta({NAME}:2, cache={NAME}:1)"
+    assert grammar.bits(f"{NAME}:1") == 1
+    assert grammar.plugins_used(f"{NAME}:1") == {f"codecs/{NAME}"}
     assert "plugged_in" not in sys.modules, "checking a text must not import"
     with pytest.raises(UserError, match="1 to 2"):
-        grammar.check("sign:3")
-    codec = grammar.build("sign:2")
-    assert (codec.name, codec.bits) == ("sign:2", 2)
+        grammar.check(f"{NAME}:3")
+    codec = grammar.build(f"{NAME}:2")
+    assert (codec.name, codec.bits) == (f"{NAME}:2", 2)
 
 
 def test_a_module_with_no_class_or_two_is_refused(entry_point) -> None:
     entry_point(GOOD)
     with pytest.raises(UserError, match="exactly one subclass of Codec, it has 0"):
-        grammar.build("sign:1")
+        grammar.build(f"{NAME}:1")
     entry_point(CODEC + "\nclass Other(Sign):\n    pass\n")
     with pytest.raises(UserError, match="it has 2"):
-        grammar.build("sign:1")
+        grammar.build(f"{NAME}:1")
 
 
 def test_duplicates_are_refused(entry_point) -> None:
@@ -136,6 +138,6 @@ def test_duplicates_are_refused(entry_point) -> None:
 def test_an_entry_point_without_a_module(entry_point) -> None:
     entry_point(CODEC, module="plugged_in")
     importlib.metadata.entry_points(group="thinpipe.codecs")
-    entry = importlib.metadata.EntryPoint("sign", "no_such_module_here", "thinpipe.codecs")
+    entry = importlib.metadata.EntryPoint(NAME, "no_such_module_here", "thinpipe.codecs")
     with pytest.raises(UserError, match="no module that can be found"):
         plugins._find_spec(entry)
