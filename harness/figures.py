@@ -1,37 +1,108 @@
-"""Draw an experiment's figures from its tables: finds the plots, asks each for what it can draw."""
+"""Draw an experiment's figures from its tables: finds the plots, asks each for what it can draw.
+
+What a figure module defines is said in plots/__init__.py. One that breaks is reported by name and error, and
+keeps no other from being drawn.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.store import NO_SPACE
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Tables = Mapping[str, "pd.DataFrame"]
 
-def draw(
-    tables: Mapping[str, pd.DataFrame], folder: Path, names: Sequence[str] = ()
-) -> tuple[list[Path], dict[str, str]]:
-    """(files written, {figure: why it was not drawn}) of the figures `names`, all when empty.
 
-    A figure asked for by name that cannot be drawn is a UserError; among all, it is one that this experiment
-    does not have.
+class UndrawnError(UserError):
+    """Some figures broke, or were asked for and cannot be drawn; the others are in `written` and `skipped`."""
+
+    def __init__(self, why: Mapping[str, str], written: list[Path], skipped: dict[str, str]) -> None:
+        super().__init__("\n".join(f"no figure {name}: {reason}" for name, reason in why.items()))
+        self.written = written
+        self.skipped = skipped
+
+
+def draw(tables: Tables, folder: Path, names: Sequence[str] = ()) -> tuple[list[Path], dict[str, str]]:
+    """(files written, {figure: why it, or a part of it, was not drawn}) of the figures `names`, all when empty.
+
+    A figure this experiment has no data for is skipped. Raises UndrawnError, once every other figure is drawn,
+    for one that broke and for one that was asked for by name and cannot be drawn whole.
     """
+    found = [plugins.get("figures", name) for name in names or sorted(plugins.find("figures"))]
     written: list[Path] = []
     skipped: dict[str, str] = {}
-    for name in names or sorted(plugins.find("figures")):
-        module = plugins.get("figures", name).load()
-        missing = [table for table in module.REQUIRES if table not in tables]
-        assert not missing, f"figure {name} requires tables that do not exist: {missing}"
+    broken: dict[str, str] = {}
+    for plugin in found:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            written += module.draw(tables, folder)
+            paths, absent = draw_one(plugin, tables, folder)
+            written += paths
         except UserError as error:
-            if names:
+            absent = [str(error)]
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise
-            skipped[name] = str(error)
+            broken[plugin.name] = _describe(plugin, error)
+            continue
+        if absent:
+            (broken if names else skipped)[plugin.name] = "; ".join(absent)
+    if broken:
+        raise UndrawnError(broken, written, skipped)
     return written, skipped
+
+
+def draw_one(plugin: plugins.Plugin, tables: Tables, folder: Path) -> tuple[list[Path], list[str]]:
+    """(files written, why parts were not drawn) of one figure; UserError when none of it can be drawn."""
+    from thinpipe.plots import style
+
+    module = plugin.load()
+    missing = sorted(set(getattr(module, "REQUIRES", ("runs",))) - set(tables))
+    if missing:
+        raise ValueError(f"REQUIRES names tables that do not exist: {missing}; there are {sorted(tables)}")
+    if hasattr(module, "draw"):
+        folder.mkdir(parents=True, exist_ok=True)
+        return list(module.draw(tables, folder)), []
+    written: list[Path] = []
+    absent: list[str] = []
+    for stem, made in _figures(plugin, module, tables):
+        if isinstance(made, UserError):
+            absent.append(str(made))
+        else:
+            written += style.save(made, folder, stem)
+    return written, absent
+
+
+def _figures(plugin: plugins.Plugin, module: ModuleType, tables: Tables) -> list:
+    if not hasattr(module, "figures"):
+        raise AttributeError("the module defines neither figures(tables) nor draw(tables, out_dir)")
+    made = list(module.figures(tables))
+    for stem, _ in made:
+        # Files of another name would be taken for, or overwrite, another figure's.
+        if stem != plugin.name and not stem.startswith(f"{plugin.name}."):
+            raise ValueError(f"it calls a figure {stem!r}: names are {plugin.name!r} or '{plugin.name}.PART'")
+    return made
+
+
+def _describe(plugin: plugins.Plugin, error: Exception) -> str:
+    """Type and message of an error, and where in the figure's own file, or else anywhere, it came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) == plugin.path] or list(frames)
+    message = str(error).split("\n", 1)[0]
+    return f"it broke with {type(error).__name__}: {message} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def sources() -> list[str]:
+    """A line a figure, and a file figures share, with a hash of its text: other lines, other pictures."""
+    lines = {f"{plugin.name} {plugin.source_hash}" for plugin in plugins.find("figures").values()}
+    shared = plugins.ROOT / plugins.FOLDERS["figures"]
+    lines |= {f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}" for path in shared.glob("*.py")}
+    return sorted(lines)

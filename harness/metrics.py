@@ -80,7 +80,9 @@ RUNS: dict[str, Column] = {
     "wire_bytes": Column(int, "B", "leaf-qdisc counters of all hosts over the whole run, evaluation included", True),
     "sync_bytes": Column(int, "B", "TCP bytes of everything else between ranks", True),
     "compression_ratio": Column(float, "", "raw_bytes / frame_bytes", True),
-    "run_queue_pct": Column(float, "%", "worst rank: time runnable but not running, over the measured time", True),
+    "run_queue_pct": Column(
+        float, "%", "worst rank: time its main thread was runnable but not running, over the measured time", True
+    ),
     "fidelity": Column(str, "", "ok, cpu-bound, link-off, or both joined by +"),
     "fidelity_reason": Column(str, "", "why it was flagged", True),
     "machine": Column(str, "", "hash of the machine's identity"),
@@ -93,7 +95,12 @@ STEPS: dict[str, Column] = {
     "rank": Column(int, "", "global rank"),
     "step": Column(int, "", "optimizer step from 0"),
     "epoch": Column(int, "", "epoch from 0"),
-    "measured": Column(bool, "", "false for the unmeasured pass of a timing run"),
+    "measured": Column(
+        bool,
+        "",
+        "whether its time counts: false in a timing run's first pass; in other runs false in the first epoch "
+        "and before the last change of compressors (runs of one epoch: always true)",
+    ),
     "t_s": Column(float, "s", "training time at the step's end: the sum of step_time_s so far, evaluation excluded"),
     "step_time_s": Column(float, "s", "from the step's start to its end on this rank"),
     "train_loss": Column(float, "nat", "mean over the batch, last stage only", True),

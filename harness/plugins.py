@@ -3,7 +3,7 @@
 A plug-in is one file; its name is the file's stem. `VERSION` (int), `SUMMARY` (str), `SOURCE` (str) and
 `PARAMETERS` (dict of option -> default) are literals at the top of the module, read from its syntax tree,
 so that listing and planning cost no import of torch. Third parties register modules under the entry-point
-groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`.
+groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`, `thinpipe.figures`.
 
 >>> sorted(find("codecs"))[:2]
 ['bf16', 'fixpoint']

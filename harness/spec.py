@@ -27,8 +27,8 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def setting(default: Any, meaning: str, unit: str = "", **limits: float) -> Any:
-    """A field with what docs/settings.md says of it. default `...`: it must be given."""
+def setting(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
+    """A field with what docs/settings.md says of it. default `...`: it must be given; limits: of pydantic's Field."""
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
 
 
@@ -36,7 +36,9 @@ class ModelSpec(Part):
     """Which model, at which size. layers, width, heads override the preset; a checkpoint fixes its own sizes."""
 
     name: str = setting("gpt2", "the model plug-in: `thinpipe list models`")
-    preset: str = setting("tiny", "a size by name, e.g. `micro`, `tiny` or `small` of gpt2; none beside a checkpoint")
+    preset: str = setting(
+        "tiny", "a size by name, e.g. `micro`, `tiny` or `small` of gpt2; leave it out beside a checkpoint"
+    )
     checkpoint: str | None = setting(None, "a local folder (config.json, *.safetensors); none = random weights")
     layers: int | None = setting(None, "blocks; none = as the preset says", ge=1)
     width: int | None = setting(None, "elements of a token's activation; none = as the preset says", ge=8)
@@ -66,7 +68,7 @@ class Rule(Part):
     """From epoch `from_epoch` on, at `boundary`, use this compressor; of rules that apply, the last one wins."""
 
     from_epoch: int = setting(0, "the first epoch it holds in, counted from 0", "epochs", ge=0)
-    boundary: int | None = setting(None, "0 = between stages 0 and 1; none = every boundary", ge=0)
+    boundary: int | None = setting(None, "0 = between stages 0 and 1; left out = every boundary", ge=0)
     use: str = setting(..., "the compressor")
 
 
@@ -121,7 +123,9 @@ class TrainSpec(Part):
     """
 
     epochs: int = setting(12, "passes over the training sequences (timing runs: no effect)", "epochs", ge=1)
-    max_steps: int | None = setting(None, "end after this many optimizer steps; none = at the last epoch's end", ge=1)
+    max_steps: int | None = setting(
+        None, "end after this many optimizer steps; none = at the last epoch's end", "steps", ge=1
+    )
     batch_size: int = setting(16, "sequences of an optimizer step, all micro-batches together", "sequences", ge=1)
     lr: float = setting(3e-3, "the largest learning rate, at the end of the warm-up", gt=0)
     warmup_steps: int = setting(20, "steps over which the learning rate rises from 0", "steps", ge=0)
@@ -130,7 +134,7 @@ class TrainSpec(Part):
     beta2: float = setting(0.999, "AdamW's", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's", gt=0)
     clip_norm: float | None = setting(1.0, "largest global norm of the gradient; none = not clipped", gt=0)
-    evaluate_every: int = setting(1, "epochs from one evaluation to the next, and after the last; 0 = never", ge=0)
+    evaluate_every: int = setting(1, "evaluate after so many epochs, and after the last; 0 = never", "epochs", ge=0)
 
 
 class TimingSpec(Part):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from thinpipe.harness import experiment as experiments
-from thinpipe.harness import lock, progress, sweep, views
+from thinpipe.harness import figures, lock, progress, sweep, views
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.store import Store, explain_disk_full, rows
 
-# Its time says when an experiment's figures were last drawn, all of them.
+# Holds what an experiment's figures were last drawn from, all of them.
 DRAWN = ".drawn"
 
 
@@ -57,10 +59,15 @@ def run(
     drawn: list[str] = []
     if not result.interrupted:
         try:
+            origin = _origin(store, loaded.name)
             built = _build(store, loaded.name)
             table = built["runs"].to_dict("records")
-            if not _drawn(store, result.plan):
-                drawn = _draw(store, loaded.name, built)
+            if origin != _drawn_from(store, loaded.name):
+                drawn = _draw(store, loaded.name, built, origin=origin)
+        except figures.UndrawnError as error:
+            # A figure that breaks says nothing about the runs: their exit code stands.
+            say(f"thinpipe: {error}")
+            drawn = [str(path) for path in error.written]
         except UserError as error:
             # The runs are done all the same, and whoever asked must learn how they ended.
             say(f"thinpipe: {error}")
@@ -120,10 +127,18 @@ def tables(source: str, results: Path) -> dict[str, Any]:
 
 
 def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Draw figures; returns {experiment, files}."""
+    """Draw figures, all without `names`; returns {experiment, files}."""
     store = Store(results)
     name = _name(source, store)
-    return {"experiment": name, "files": _draw(store, name, _build(store, name), names)}
+    origin = _origin(store, name)
+    built = _build(store, name)
+    try:
+        files = _draw(store, name, built, names, origin=None if names else origin)
+    except figures.UndrawnError as error:
+        for path in error.written:
+            say(f"figure: {path}")
+        raise
+    return {"experiment": name, "files": files}
 
 
 def net_script(addresses: list[str], host: int, interface: str, rate_mbit: float | None) -> str:
@@ -154,23 +169,44 @@ def _build(store: Store, name: str) -> dict[str, Any]:
         return tables.build(store, name)
 
 
-def _drawn(store: Store, plan: plans.Plan) -> bool:
-    """Whether all figures were drawn since the last of the plan's runs ended."""
-    ends = [store.run_dir(entry.run_id) / "status.json" for entry in plan.entries if entry.status is not None]
-    mark = store.experiment_dir(plan.experiment) / "figures" / DRAWN
-    return mark.exists() and all(end.stat().st_mtime <= mark.stat().st_mtime for end in ends)
+def _origin(store: Store, name: str) -> str:
+    """A hash of what figures are made from: their sources, the runs listed, and when each of these ended."""
+    lines = figures.sources()
+    for row in store.saved_runs(name):
+        try:
+            ended: int | None = (store.run_dir(row["run_id"]) / "status.json").stat().st_mtime_ns
+        except FileNotFoundError:
+            ended = None
+        lines.append(json.dumps([row, ended], sort_keys=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _draw(store: Store, name: str, built: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
-    from thinpipe.harness import figures
+def _drawn_from(store: Store, name: str) -> str | None:
+    """The `_origin` of the figures that there are; None before all were drawn."""
+    try:
+        return (store.experiment_dir(name) / "figures" / DRAWN).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
+
+def _draw(
+    store: Store, name: str, built: dict[str, Any], names: Sequence[str] = (), *, origin: str | None
+) -> list[str]:
+    """Draw, and say what was skipped; `origin`, when not None, is noted once all figures are drawn."""
     folder = store.experiment_dir(name) / "figures"
-    with explain_disk_full(folder):
-        written, skipped = figures.draw(built, folder, names)
-        if not names:
-            (folder / DRAWN).touch()
-    for figure, why in skipped.items():
-        say(f"no figure {figure}: {why}")
+    skipped: dict[str, str] = {}
+    try:
+        with explain_disk_full(folder):
+            written, skipped = figures.draw(built, folder, names)
+            if origin is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / DRAWN).write_text(origin, encoding="utf-8")
+    except figures.UndrawnError as error:
+        skipped = error.skipped
+        raise
+    finally:
+        for figure, why in skipped.items():
+            say(f"no figure {figure}: {why}")
     return [str(path) for path in written]
 
 

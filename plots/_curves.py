@@ -2,7 +2,8 @@
 
 Training loss is a mean over the steps of an epoch, held-out loss one value an evaluation; they never share a
 panel. A seed is a thin line, the mean of the seeds a thick one with marks at some epochs, other ones for each
-method, so that curves that lie on one another can still be told apart. Time is training time: the sum of step_time_s on the rank that has the loss, evaluation left out.
+method, so that curves that lie on one another can still be told apart. Time is training time: the sum of
+step_time_s on the rank that has the loss, evaluation left out.
 """
 
 from __future__ import annotations

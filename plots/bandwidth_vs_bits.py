@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd

@@ -156,14 +156,16 @@ def finish(fig: Figure, title: str, caption: str, handles: list[Artist]) -> None
     # A character of DejaVu Sans is 0.55 of its size wide, on average of a text like a caption.
     text = textwrap.fill(caption, width=int((width - 0.2) * 72 / (0.55 * CAPTION_SIZE)))
     strip = (text.count("\n") + 1) * CAPTION_SIZE * 1.3 / 72 + 0.12
+    room = width - (LEGEND_IN if handles else 0.0) - 0.2
+    title = textwrap.fill(title, width=max(20, int(room * 72 / (0.55 * TITLE_SIZE))))
+    # Panels keep their height whatever the title takes.
+    height += title.count("\n") * TITLE_SIZE * 1.3 / 72
     fig.set_size_inches(width, height + strip)
     share = strip / (height + strip)
     engine = fig.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     # The layout leaves no margin where a panel ends without a label.
     engine.set(rect=(0, share, 1 - 0.05 / width, 1 - share))
-    room = width - (LEGEND_IN if handles else 0.0) - 0.2
-    title = textwrap.fill(title, width=max(20, int(room * 72 / (0.55 * TITLE_SIZE))))
     fig.suptitle(title, x=0.01, ha="left")
     bottom = 0.06 / (height + strip)
     fig.text(0.1 / width, bottom, text, size=CAPTION_SIZE, color=NOTE_COLOUR, va="bottom", gid="caption")

@@ -24,9 +24,7 @@ def seeded(components: Iterable[tuple[str, nn.Module]], seed: int, initialise: C
             component.apply(initialise)
 
 
-def next_token_loss(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Next-token cross-entropy in nats, a scalar. logits (mb, S, V) float; targets (mb, S) int64, shifted.
 
     Without weights: the mean over the micro-batch's tokens (training). With weights (mb,) float: the weighted

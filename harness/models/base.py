@@ -79,7 +79,9 @@ def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
     elif "checkpoint" in declared:
         sizes = _checkpoint_sizes(spec, declared["checkpoint"])
     else:
-        raise UserError(f"model {spec.name!r} loads no checkpoints: leave model.checkpoint out, or choose another model.")
+        raise UserError(
+            f"model {spec.name!r} loads no checkpoints: leave model.checkpoint out, or choose another model."
+        )
     for name, polynomial in declared.get("defaults", {}).items():
         if name not in sizes:
             sizes[name] = _evaluate(polynomial, sizes, f"model {spec.name!r}: PARAMETERS, defaults, {name}")

@@ -1,4 +1,7 @@
-"""Every codec, found by itself, keeps the contract of base.Codec on the texts its CONTRACT names."""
+"""Every codec, found by itself, keeps the contract of base.Codec on the texts its CONTRACT names.
+
+What is asked is listed in harness/compression/__init__.py; each assertion says which demand it is.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ def encode(codec: Compressor, x: torch.Tensor, ctx: Context | None = None) -> to
     most, exact = codec.max_bytes(shape), codec.num_bytes(shape)
     buffer = torch.full((most + 37,), GUARD, dtype=torch.uint8)
     n = codec.encode(x, ctx or Context(shape, x.dtype), buffer[5 : 5 + most])
-    assert 0 <= n <= most
-    assert exact is None or n == exact
+    assert isinstance(n, int), "encode returns the number of bytes it wrote"
+    assert 0 <= n <= most, f"encode wrote {n} B for {shape}, but max_bytes says at most {most}"
+    assert exact is None or n == exact, f"encode wrote {n} B for {shape}, but num_bytes says {exact}"
     assert bool((buffer[:5] == GUARD).all() and (buffer[5 + most :] == GUARD).all()), "wrote outside its buffer"
     return buffer[5 : 5 + n]
 
@@ -51,7 +55,7 @@ def decode(
     count = math.prod(shape)
     buffer = torch.full((count + 16,), 123.0)
     out = buffer[8 : 8 + count].view(shape)
-    assert codec.decode(payload, ctx or Context(shape), out) is out
+    assert codec.decode(payload, ctx or Context(shape), out) is out, "decode fills the tensor it is given, returns it"
     assert bool((buffer[:8] == 123.0).all() and (buffer[8 + count :] == 123.0).all()), "wrote outside its tensor"
     return out
 
@@ -63,7 +67,7 @@ def round_trip(text: str, x: torch.Tensor) -> torch.Tensor:
 def assert_within(text: str, x: torch.Tensor, decoded: torch.Tensor) -> None:
     """|decoded - x| <= relative |x| + absolute max|x| + floor; 1e-35: what may count as zero."""
     case = CASES[text]
-    assert bool(torch.isfinite(decoded).all())
+    assert bool(torch.isfinite(decoded).all()), f"{text}: decoded a non-finite value from a finite one"
     if x.numel():
         x = x.double()
         allowed = case["relative"] * x.abs() + case["absolute"] * x.abs().max() + case.get("floor", 1e-35)
@@ -72,10 +76,11 @@ def assert_within(text: str, x: torch.Tensor, decoded: torch.Tensor) -> None:
 
 
 def test_the_suite_covers_every_codec() -> None:
-    assert {grammar.parse(text).name for text in CASES} == set(plugins.find("codecs"))
+    covered = {grammar.parse(text).name for text in CASES}
+    assert covered == set(plugins.find("codecs")), "each codec names at least one text of its own in CONTRACT"
     for text in CASES:
-        assert isinstance(make(text), Codec)
-        assert make(text).state == "none"
+        assert isinstance(make(text), Codec), f"{text}: the class is a subclass of base.Codec"
+        assert make(text).state == "none", f"{text}: a codec keeps nothing between messages; a memory may"
 
 
 @every_text
@@ -89,9 +94,14 @@ def test_round_trip(text: str, shape: tuple[int, ...]) -> None:
 def test_what_is_not_dense_float32(text: str) -> None:
     x = sample((6, 10, 8))
     for strided in (x.transpose(0, 1), x[::2, 1:, ::3], x[..., :1].expand(6, 10, 4), x.clone().requires_grad_()):
-        assert torch.equal(encode(make(text), strided), encode(make(text), strided.detach().clone().contiguous()))
+        plain = strided.detach().clone().contiguous()
+        assert torch.equal(encode(make(text), strided), encode(make(text), plain)), (
+            "strides and a graph change nothing: begin with tensors.dense"
+        )
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(encode(make(text), x.to(dtype)), encode(make(text), x.to(dtype).float()))
+        assert torch.equal(encode(make(text), x.to(dtype)), encode(make(text), x.to(dtype).float())), (
+            f"{dtype} is sent as the float32 it stands for: begin with tensors.dense"
+        )
 
 
 @every_text
@@ -118,6 +128,7 @@ def test_outliers_are_kept_or_refused(text: str, size: float) -> None:
     if size <= CASES[text].get("largest", math.inf):
         assert_within(text, x, round_trip(text, x))
     else:
+        # Above the CONTRACT's `largest`, encode refuses, and names a codec with a wider range.
         with pytest.raises(CodecError, match=r"made a non-finite value from a finite one.*use|.*bf16"):
             encode(make(text), x)
 
@@ -126,7 +137,9 @@ def test_outliers_are_kept_or_refused(text: str, size: float) -> None:
 def test_the_largest_float_stays_finite(text: str) -> None:
     x = torch.full((2, 3, 4), torch.finfo(torch.float32).max)
     x[0] *= -1
-    assert bool(torch.isfinite(round_trip(text, x)).all())
+    assert bool(torch.isfinite(round_trip(text, x)).all()), (
+        "the largest float32 overflows on the way: scale in another order, or give `largest` in CONTRACT"
+    )
 
 
 @every_text
@@ -135,6 +148,7 @@ def test_a_non_finite_value_is_divergence(text: str, bad: float) -> None:
     for at in (0, 17, 2 * 5 * 9 - 1):
         x = sample((2, 5, 9))
         x.view(-1)[at] = bad
+        # tensors.raise_if_diverged(tensors.peak(x)) says it in these words.
         with pytest.raises(DivergedError, match="non-finite"):
             encode(make(text), x)
 
@@ -147,27 +161,31 @@ def test_both_ends_and_reruns_agree(text: str) -> None:
     codec = make(text)
     first = encode(codec, x, ctx).clone()
     encode(codec, -x, Context((3, 5, 9), step=5))
-    assert torch.equal(encode(codec, x, ctx), first)
-    assert torch.equal(encode(make(text), x, ctx), first)
+    assert torch.equal(encode(codec, x, ctx), first), "a message in between must leave no trace"
+    assert torch.equal(encode(make(text), x, ctx), first), "any instance gives the same bytes"
     assert torch.equal(encode(make(text, diagnose=True), x, ctx), first), "diagnosing must not change what is sent"
     stochastic = "stochastic" in text
     others = (
         Context((3, 5, 9), step=4, microbatch=3, boundary=1, seed=7),
         Context((3, 5, 9), step=4, microbatch=2, seed=7),
     )
-    assert all(torch.equal(encode(codec, x, other), first) != stochastic for other in others)
+    for other in others:
+        assert torch.equal(encode(codec, x, other), first) != stochastic, (
+            "bytes depend on the message's key exactly where the text says stochastic: draw from Context.key"
+        )
 
 
 @every_text
 def test_lengths(text: str) -> None:
     codec = make(text)
     for shape in SHAPES:
-        assert encode(codec, sample(shape)).numel() <= codec.max_bytes(shape)
+        assert encode(codec, sample(shape)).numel() <= codec.max_bytes(shape), "max_bytes is a bound for every shape"
     configured = grammar.bits(text)
     if configured is not None:
         large = codec.max_bytes((8, 64, 512))
         assert 8 * large / (8 * 64 * 512) == pytest.approx(configured, abs=0.04), (
-            "16 bits a scale, here one for 512 elements"
+            f"{text} is configured with {configured} bits an element, and takes another number (16 bits a scale, here "
+            "one for 512 elements, are granted); without a parameter `bits` nothing is claimed"
         )
 
 
@@ -175,6 +193,7 @@ def test_lengths(text: str) -> None:
 def test_a_payload_of_another_length_is_refused(text: str) -> None:
     shape = (2, 5, 9)
     payload = encode(make(text), sample(shape))
+    # tensors.require_length says it in these words; a codec of varying length checks its own length field.
     for wrong in (payload[:-1], payload[:1], payload[:0], torch.cat([payload, payload[:1]])):
         with pytest.raises(CodecError, match="malformed"):
             decode(make(text), wrong, shape)
@@ -189,10 +208,14 @@ def test_any_bytes_decode_to_something_finite_or_are_refused(text: str) -> None:
     for _ in range(100):
         payload = torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
         try:
-            assert bool(torch.isfinite(decode(make(text), payload, shape)).all())
+            assert bool(torch.isfinite(decode(make(text), payload, shape)).all()), (
+                "a payload of random bytes decoded to a non-finite value: refuse it with CodecError"
+            )
         except CodecError:
             refused += 1
-    assert refused > 0
+    assert refused > 0, (
+        "of 100 random payloads none was refused: check what cannot be (scales that are not finite, ...)"
+    )
 
 
 @every_text
@@ -201,8 +224,10 @@ def test_diagnostics(text: str) -> None:
     x = sample(shape)
     decoded = decode(codec, encode(codec, x), shape)
     found = codec.diagnostics
-    assert found["rel_error"] == pytest.approx(((decoded - x).norm() / x.norm()).item(), rel=1e-4, abs=1e-9)
-    assert 0.0 <= found.get("clip_fraction", 0.0) <= 1.0
+    assert "rel_error" in found, "with `diagnose` set, encode fills diagnostics['rel_error']"
+    truth = ((decoded - x).norm() / x.norm()).item()
+    assert found["rel_error"] == pytest.approx(truth, rel=1e-4, abs=1e-9), "rel_error is |decoded - x| / |x|"
+    assert 0.0 <= found.get("clip_fraction", 0.0) <= 1.0, "clip_fraction is a share"
 
 
 @pytest.mark.parametrize("text", [text for text, case in CASES.items() if case.get("unbiased")])

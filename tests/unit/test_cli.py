@@ -28,6 +28,7 @@ from thinpipe.harness import (
     lock,
     manifest,
     metrics,
+    render,
     shards,
     store,
     sweep,
@@ -419,12 +420,34 @@ def test_show(session):
     assert data["logs"]["rank1.log"] == [f"line {i} of rank 1" for i in range(20, 30)]
     assert data["uses"][0]["experiment"] == "smoke"
     shown = thinpipe("show", run_id)
-    for words in ("network.rate_mbit = 100.0", "effective rank0", "line 29 of rank 0", "used by smoke"):
+    for words in ("network.rate_mbit = 100.0", "in force", "line 29 of rank 0", "used by smoke"):
         assert words in shown.out
     assert "line 19 of rank 0" not in shown.out
     several = thinpipe("show", "")
     assert several.code == 2
     assert "4 runs" in several.err
+
+
+def test_settings_are_paired_up_and_shown_once_where_ranks_agree(capsys):
+    channels = {"forward/0": ["delta(fixpoint:4)", "fixpoint:4", "none"]}
+    ranks = {
+        "rank0": {"threads": 1, "compressors": channels, "parameters": 10, "data": {"tokens": 7}},
+        "rank1": {"threads": 1, "compressors": channels, "parameters": 20, "data": {"tokens": 7}},
+        "rank2": {"threads": 1, "compressors": {}, "parameters": 20, "data": {"tokens": 7}},
+    }
+    rows = views.settings({"threads": 1, "compressors": channels, "schedule": "gpipe"}, ranks)
+    assert [(row["setting"], row["requested"], row["in_force"]) for row in rows] == [
+        ("threads", 1, {"all": 1}),
+        ("compressors.forward/0", channels["forward/0"], {"all": channels["forward/0"]}),
+        ("schedule", "gpipe", {}),
+        ("parameters", None, {"rank0": 10, "rank1": 20, "rank2": 20}),
+        ("data.tokens", None, {"all": 7}),
+    ]
+    render._settings(rows)
+    shown = capsys.readouterr().out.splitlines()
+    line = next(line for line in shown if line.startswith("compressors.forward/0"))
+    assert line.split()[1:] == ["delta(fixpoint:4),", "fixpoint:4,", "none"] * 2
+    assert any("rank0: 10; rank1: 20; rank2: 20" in line for line in shown)
 
 
 def test_show_of_a_run_that_did_not_end(session, tmp_path):

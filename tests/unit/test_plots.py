@@ -1,26 +1,32 @@
 """Figures from the synthetic experiment: what is drawn, what it says, and what is left out."""
 
 import itertools
-import re
 
 import matplotlib.colors
 import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawing import caption_of, cell_texts, legend_of, only, with_runs, words
+from drawing import drawn as drawn_one
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError
 from thinpipe.plots import _select as select
 from thinpipe.plots import boundary_error, style
 
-FIGURES = sorted(plugins.find("figures"))
 TIMING = ("throughput_vs_bandwidth", "bandwidth_vs_bits", "step_breakdown")
 CONVERGENCE = ("loss_vs_step", "loss_vs_time", "boundary_error")
+UNITS = {
+    "throughput_vs_bandwidth": ["Mbit/s", "samples/s"],
+    "loss_vs_step": ["(nat", "steps"],
+    "loss_vs_time": ["(nat", "(s,", "Mbit/s"],
+    "bandwidth_vs_bits": ["Mbit/s", "(s)", "ratio"],
+    "step_breakdown": ["Mbit/s", "(s)"],
+    "boundary_error": ["|x|", "epoch"],
+}
 COMMON = [
     "FP32",
     "BF16",
@@ -37,202 +43,43 @@ def tables():
     return synthetic.results()[1]
 
 
-def render(name, tables) -> Figure:
-    """A figure as it is saved: laid out and drawn."""
-    ((stem, fig),) = load(name).figures(tables)
-    assert stem == name
-    FigureCanvasAgg(fig).draw()
-    return fig
-
-
 @pytest.fixture(scope="module")
 def drawn(tables) -> dict[str, Figure]:
     """Each figure of the synthetic experiment."""
-    return {name: render(name, tables) for name in FIGURES}
+    return {name: drawn_one(load(name).figures(tables)) for name in UNITS}
 
 
-def with_runs(tables, **columns):
-    return {**tables, "runs": tables["runs"].assign(**columns)}
-
-
-def only(tables, keep):
-    return {**tables, "runs": tables["runs"][keep(tables["runs"])]}
-
-
-def caption_of(fig):
-    (text,) = [t.get_text() for t in fig.texts if t.get_gid() == "caption"]
-    return text.replace("\n", " ")
-
-
-def legend_of(fig):
-    return {} if not fig.legends else {t.get_text(): h for t, h in _entries(fig.legends[0])}
-
-
-def _entries(legend):
-    return zip(legend.get_texts(), legend.legend_handles, strict=True)
-
-
-def words(fig):
-    axes = [t for ax in fig.axes for t in (ax.get_title(), ax.get_xlabel(), ax.get_ylabel())]
-    return [*axes, *legend_of(fig), fig.get_suptitle(), caption_of(fig)]
-
-
-# --- every figure ---
-
-
-def test_the_six_figures_are_found():
-    assert set(FIGURES) == {*TIMING, *CONVERGENCE}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_written_in_three_formats(tables, tmp_path, name):
-    paths = load(name).draw(tables, tmp_path / "new")
-    assert [p.name for p in paths] == [f"{name}.{kind}" for kind in ("png", "pdf", "svg")]
-    starts = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
-    for path in paths:
-        assert path.read_bytes().startswith(starts[path.suffix])
-        assert path.stat().st_size > 5_000
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted(p.name for p in paths)
-
-
-def test_the_same_tables_give_the_same_bytes(tables, tmp_path):
-    module = load("throughput_vs_bandwidth")
-    for first, second in zip(module.draw(tables, tmp_path / "a"), module.draw(tables, tmp_path / "b"), strict=True):
-        assert first.read_bytes() == second.read_bytes(), first.name
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_caption_names_experiment_part_table_columns_and_seeds(drawn, name):
-    caption = caption_of(drawn[name])
-    part = "timing" if name in TIMING else "convergence"
-    assert f"Experiment synthetic, part {part}." in caption
-    assert re.search(r"tables? (runs|steps|transfers) \(", caption)
-    assert re.search(r"n = \d( to \d)? seeds", caption)
-    assert "95 % Student t interval" in caption
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_columns_a_caption_names_exist(tables, name):
-    module = load(name)
-    assert set(module.REQUIRES) <= set(tables)
-    every = {column for table in module.REQUIRES for column in tables[table].columns}
-    named = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"\(([^)]*)\)", module.COLUMNS))))
-    assert named <= every
-    assert set(re.findall(r"\b(runs|steps|evals|transfers) \(", module.COLUMNS)) == set(module.REQUIRES)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_axis_is_labelled_and_times_and_losses_carry_their_unit(drawn, name):
-    for ax in drawn[name].axes:
-        labels = ax.get_xlabel() + ax.get_ylabel() + ax.get_title()
-        assert labels
+@pytest.mark.parametrize("name", UNITS)
+def test_times_rates_and_losses_carry_their_unit(drawn, name):
     text = " ".join(words(drawn[name]))
-    units = {
-        "throughput_vs_bandwidth": ["Mbit/s", "samples/s"],
-        "loss_vs_step": ["(nat", "steps"],
-        "loss_vs_time": ["(nat", "(s,", "Mbit/s"],
-        "bandwidth_vs_bits": ["Mbit/s", "(s)", "ratio"],
-        "step_breakdown": ["Mbit/s", "(s)"],
-        "boundary_error": ["|x|", "epoch"],
-    }
-    for unit in units[name]:
+    for unit in UNITS[name]:
         assert unit in text
 
 
-def check_layout(fig):
-    """Nothing outside the figure, and neither panels, legend, title nor caption over one another."""
-    renderer = fig.canvas.get_renderer()  # drawn with Agg
-    panels = [ax.get_tightbbox(renderer) for ax in fig.axes]
-    boxes = panels + [legend.get_window_extent(renderer) for legend in fig.legends]
-    boxes += [t.get_window_extent(renderer) for t in fig.texts]
-    for box in boxes:
-        assert box.x0 >= fig.bbox.x0 - 1
-        assert box.y0 >= fig.bbox.y0 - 1
-        assert box.x1 <= fig.bbox.x1 + 1
-        assert box.y1 <= fig.bbox.y1 + 1
-    for one, other in itertools.combinations(boxes, 2):
-        shared = Bbox.intersection(one, other)
-        assert shared is None or min(shared.width, shared.height) < 2, (one, other)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_nothing_is_clipped_and_nothing_overlaps(drawn, name):
-    check_layout(drawn[name])
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_nothing_overlaps_in_the_figure_of_a_small_experiment(tables, name):
-    small = only(
-        tables,
-        lambda runs: (runs["seed"] == 0) & runs["arm"].isin(("FP32", "AQ-SGD fw4 bw8")) & (runs["rate_mbit"] == 100),
-    )
-    check_layout(render(name, with_runs(small, fidelity="cpu-bound")))
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_an_experiment_without_the_part_a_figure_needs_is_told_which(tables, tmp_path, name):
+@pytest.mark.parametrize("name", UNITS)
+def test_an_experiment_without_the_part_a_figure_needs_is_told_which(tables, name):
     measure = "timing" if name in TIMING else "convergence"
     rest = only(tables, lambda runs: runs["measure"] != measure)
-    with pytest.raises(UserError, match=f"{name}: nothing to draw for 'synthetic'.*{measure}"):
-        load(name).draw(rest, tmp_path)
-    empty = only(tables, lambda runs: runs["run_id"] == "")
-    with pytest.raises(UserError, match="nothing to draw"):
-        load(name).draw(empty, tmp_path)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=f"nothing to draw for 'synthetic'.*{measure}"):
+        load(name).figures(rest)
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_different_settings_are_never_averaged(tables, tmp_path, name):
+def test_seeds_that_diverged_before_a_first_point_are_counted(tables):
+    arm = "DirectQ fw2 bw8"
+    ids = set(tables["runs"].query("arm == @arm")["run_id"])
+    none = {name: frame[~frame["run_id"].isin(ids)] for name, frame in tables.items() if name != "runs"}
     runs = tables["runs"]
-    mixed = with_runs(
-        tables,
-        cell=runs["cell"].where(runs["seed"] != 1, "other"),
-        train_id=runs["train_id"] + runs["state"],
-        seed=0,
-    )
-    with pytest.raises(UserError, match=r"different settings for arm .*cannot share a line"):
-        load(name).draw(mixed, tmp_path)
+    lost = none | {"runs": runs.assign(state=runs["state"].where(runs["arm"] != arm, "diverged"))}
+    for name in ("loss_vs_step", "loss_vs_time"):
+        assert "3 run(s) diverged before a first point." in caption_of(drawn_one(load(name).figures(lost)))
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_one_seed_is_drawn_and_said_to_have_no_interval(tables, name):
-    alone = only(tables, lambda runs: runs["seed"] == 0)
-    ((_, fig),) = load(name).figures(alone)
-    assert "n = 1 seed: no interval" in caption_of(fig)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_two_parts_are_two_figures(tables, name):
+def test_of_two_uncompressed_arms_the_first_is_the_measure(tables):
     runs = tables["runs"]
-    twice = {**tables, "runs": pd.concat([runs, runs.assign(part="again-" + runs["part"])])}
-    part = "timing" if name in TIMING else "convergence"
-    assert [stem for stem, _ in load(name).figures(twice)] == [f"{name}.again-{part}", f"{name}.{part}"]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_flagged_run_is_marked_and_explained(tables, name):
-    marked = with_runs(tables, fidelity="cpu-bound")
-    plain = with_runs(tables, fidelity="ok")
-    ((_, fig),), ((_, other),) = load(name).figures(marked), load(name).figures(plain)
-    if name == "bandwidth_vs_bits":
-        assert all("*" in t for t in cell_texts(fig))
-        assert not any("*" in t for t in cell_texts(other))
-        assert "flagged" in caption_of(fig)
-        assert "flagged" not in caption_of(other)
-        return
-    assert style.FLAGGED in legend_of(fig)
-    assert style.FLAGGED not in legend_of(other)
-    assert hollow_marks(fig) > 0
-    assert hollow_marks(other) == 0
-
-
-def hollow_marks(fig):
-    lines = [line for ax in fig.axes for line in ax.get_lines()]
-    return sum(line.get_marker() != "None" and to_hex(line.get_markerfacecolor()) == "#ffffff" for line in lines)
-
-
-def cell_texts(fig):
-    return [t.get_text() for ax in fig.axes for t in ax.texts if t.get_size() > 6]
+    twin = runs[runs["arm"] == "FP32"].assign(arm="FP32 replay", step_time_s=100.0, cell="twin")
+    fig = drawn_one(load("bandwidth_vs_bits").figures({**tables, "runs": pd.concat([twin, runs])}))
+    assert fig.axes[1].get_title().startswith("Speed-up over FP32 (")
+    assert "1.00" in cell_texts(fig)
 
 
 # --- the same method looks the same everywhere ---
@@ -387,11 +234,11 @@ def test_throughput_is_the_mean_over_seeds_and_leaves_foreign_and_failed_out(tab
 
 
 @pytest.mark.parametrize("name", TIMING)
-def test_foreign_runs_never_enter_a_timing_figure(tables, tmp_path, name):
+def test_foreign_runs_never_enter_a_timing_figure(tables, name):
     runs = tables["runs"]
     foreign = with_runs(tables, state=runs["state"].where(runs["measure"] != "timing", "foreign"))
     with pytest.raises(UserError, match="on this machine"):
-        load(name).draw(foreign, tmp_path)
+        load(name).figures(foreign)
     # A foreign run with an absurd time changes nothing.
     absurd = with_runs(tables, step_time_s=runs["step_time_s"].where(runs["state"] != "foreign", 1e6))
     ((_, one),), ((_, other),) = load(name).figures(tables), load(name).figures(absurd)
@@ -438,9 +285,9 @@ def test_the_stacks_add_up_to_the_four_parts(tables, drawn):
     assert all(word in legend for word in ("compute", "codec", "wait", "idle"))
 
 
-def test_step_breakdown_without_spans_says_what_is_missing(tables, tmp_path):
+def test_step_breakdown_without_spans_says_what_is_missing(tables):
     with pytest.raises(UserError, match="timing runs with spans"):
-        load("step_breakdown").draw(with_runs(tables, wait_s=np.nan), tmp_path)
+        load("step_breakdown").figures(with_runs(tables, wait_s=np.nan))
 
 
 def test_boundary_error_by_hand():

@@ -90,6 +90,42 @@ def test_what_is_wrong_is_refused_with_words(data, words):
         assert word in str(caught.value)
 
 
+LATE = {"forward": [{"use": "fixpoint:4"}, {"from_epoch": 3, "use": "none"}]}
+
+
+@pytest.mark.parametrize(
+    ("compression", "changes", "words"),
+    [
+        ({"forward": "fixpoint:4", "warmup_epochs": 3}, {}, ["compression.forward", "'fixpoint:4'", "epoch 3"]),
+        ({"backward": "bf16", "warmup_epochs": 9}, {}, ["compression.backward", "epoch 9", "after 3 epoch(s)"]),
+        (LATE, {}, ["compression.forward", "'none'", "epoch 3"]),
+        (LATE, {"measure": "full"}, ["epoch 3"]),
+        ({"forward": "bf16", "warmup_epochs": 1}, {"train": {"max_steps": 16}}, ["after 1 epoch(s)", "max_steps"]),
+    ],
+)
+def test_a_rule_that_never_comes_into_force_is_refused(compression, changes, words):
+    data = {**changes, "compression": compression, "train": {"epochs": 3, **changes.get("train", {})}}
+    with pytest.raises(UserError) as caught:
+        parse(data)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compression", "changes"),
+    [
+        ({"forward": "fixpoint:4", "warmup_epochs": 2}, {}),
+        ({"forward": "fixpoint:4", "warmup_epochs": 3}, {"measure": "timing"}),
+        ({"warmup_epochs": 3}, {}),
+        (LATE, {"pipeline": {"stages": 1}}),
+        ({"forward": "bf16", "warmup_epochs": 1}, {"train": {"max_steps": 17}}),
+        ({"forward": "bf16", "warmup_epochs": 1}, {"train": {"max_steps": 5}, "task": {"num_sequences": None}}),
+    ],
+)
+def test_rules_that_do_or_that_change_nothing_are_allowed(compression, changes):
+    parse({**changes, "compression": compression, "train": {"epochs": 3, **changes.get("train", {})}})
+
+
 def test_several_mistakes_are_told_at_once():
     with pytest.raises(UserError) as caught:
         parse({"train": {"epoch": 3}, "network": {"rate": 1}})

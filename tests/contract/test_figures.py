@@ -1,0 +1,301 @@
+"""What every figure must hold to, on results that never ran (synthetic.py): plots/__init__.py says what that is.
+
+A new figure is found by itself. The example of plots/__init__.py is one of those tested: its text is taken from
+there, written to a file, and run.
+"""
+
+import atexit
+import inspect
+import math
+import re
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from types import MappingProxyType
+
+import pandas as pd
+import pytest
+import synthetic
+from drawing import (
+    all_diverged,
+    caption_of,
+    cell_texts,
+    check_layout,
+    drawn,
+    hollow_marks,
+    legend_of,
+    only,
+    with_runs,
+    without_numbers,
+    words,
+)
+from matplotlib.colors import to_hex
+
+import thinpipe.plots
+from thinpipe.harness import figures, plugins
+from thinpipe.harness.errors import UserError
+from thinpipe.plots import style
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def example() -> plugins.Plugin:
+    """The figure written out in plots/__init__.py, as a plug-in of a file of its own."""
+    found = re.search(r'^    """.*?(?=^\S|\Z)', inspect.getsource(thinpipe.plots), re.MULTILINE | re.DOTALL)
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "final_loss.py"
+    path.write_text(textwrap.dedent(found.group()))
+    sys.path.append(folder.name)
+    return plugins.read("figures", path.stem, path.stem, path)
+
+
+PLUGINS = {**plugins.find("figures"), "final_loss": example()}
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return synthetic.results()[1]
+
+
+@pytest.fixture(params=sorted(PLUGINS))
+def plugin(request):
+    return PLUGINS[request.param]
+
+
+@pytest.fixture
+def make(plugin):
+    return plugin.load().figures
+
+
+@pytest.fixture
+def whole(make, tables):
+    """The figure of the whole experiment."""
+    return drawn(make(tables))
+
+
+def test_the_module_says_what_it_reads_and_is_called_as_its_file(plugin, tables):
+    module = plugin.load()
+    assert plugin.name == module.NAME
+    assert plugin.summary
+    required = set(getattr(module, "REQUIRES", ("runs",)))
+    assert required <= set(tables)
+    every = {column for table in required for column in tables[table].columns}
+    named = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"\(([^)]*)\)", module.COLUMNS))))
+    assert named
+    assert named <= every
+    assert set(re.findall(r"\b(runs|steps|evals|transfers) \(", module.COLUMNS)) == required
+
+
+def test_it_is_written_in_three_formats_and_the_same_tables_give_the_same_bytes(plugin, tables, tmp_path):
+    paths, absent = figures.draw_one(plugin, tables, tmp_path / "new")
+    assert absent == []
+    assert [p.name for p in paths] == [f"{plugin.name}.{kind}" for kind in ("png", "pdf", "svg")]
+    starts = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
+    for path in paths:
+        assert path.read_bytes().startswith(starts[path.suffix])
+        assert path.stat().st_size > 5_000
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted(p.name for p in paths)
+    for path, again in zip(paths, figures.draw_one(plugin, tables, tmp_path / "again")[0], strict=True):
+        assert path.read_bytes() == again.read_bytes(), path.name
+
+
+def test_the_caption_names_experiment_part_table_columns_and_seeds(whole):
+    caption = caption_of(whole)
+    assert re.search(r"Experiment synthetic, part (timing|convergence)\.", caption)
+    assert re.search(r"tables? (runs|steps|transfers) \(", caption)
+    assert re.search(r"n = \d( to \d)? seeds", caption)
+    assert "95 % Student t interval" in caption
+
+
+def test_every_axis_is_labelled_and_nothing_is_clipped_or_overlaps(whole):
+    assert all(ax.get_xlabel() + ax.get_ylabel() + ax.get_title() for ax in whole.axes)
+    check_layout(whole)
+
+
+def test_nothing_overlaps_in_the_figure_of_a_small_experiment(make, tables):
+    arms = ("FP32", "AQ-SGD fw4 bw8")
+    small = only(tables, lambda r: (r["seed"] == 0) & r["arm"].isin(arms) & (r["rate_mbit"] == 100))
+    check_layout(drawn(make(with_runs(small, fidelity="cpu-bound"))))
+
+
+def test_nothing_overlaps_where_names_are_long(make, tables):
+    runs = tables["runs"]
+    check_layout(drawn(make(with_runs(tables, part=runs["part"] + "-of-the-one-that-has-the-longest-name-of-all"))))
+
+
+def test_methods_have_their_colour_and_marker(whole):
+    for ax in whole.axes:
+        for line in ax.get_lines():
+            if line.get_label() in synthetic.ARMS:
+                assert to_hex(line.get_color()) == style.method(line.get_label()).colour.lower()
+    for label, entry in legend_of(whole).items():
+        if label in synthetic.ARMS:
+            assert to_hex(entry.get_color()) == style.method(label).colour.lower()
+            assert entry.get_marker() == style.method(label).marker
+
+
+def test_one_seed_is_said_to_have_no_interval(make, tables):
+    fig = drawn(make(only(tables, lambda runs: runs["seed"] == 0)))
+    assert "n = 1 seed: no interval" in caption_of(fig)
+
+
+def test_two_parts_are_two_figures(plugin, make, tables, whole):
+    runs = tables["runs"]
+    twice = {**tables, "runs": pd.concat([runs, runs.assign(part="again-" + runs["part"])])}
+    part = re.search(r"part (\w+)\.", caption_of(whole)).group(1)
+    assert [stem for stem, _ in make(twice)] == [f"{plugin.name}.again-{part}", f"{plugin.name}.{part}"]
+
+
+def test_a_part_that_cannot_be_drawn_keeps_no_other_from_it(plugin, tables, tmp_path):
+    runs = tables["runs"]
+    mixed = {"cell": runs["run_id"], "train_id": runs["run_id"], "seed": 0}
+    both = {**tables, "runs": pd.concat([runs, runs.assign(part="mixed-" + runs["part"], **mixed)])}
+    paths, absent = figures.draw_one(plugin, both, tmp_path)
+    assert len(paths) == 3
+    assert len(absent) == 1
+    assert "different settings for arm" in absent[0]
+
+
+def test_a_flagged_run_is_marked_and_explained(make, tables):
+    flagged = drawn(make(with_runs(tables, fidelity="cpu-bound")))
+    plain = drawn(make(with_runs(tables, fidelity="ok")))
+    assert "flagged" in " ".join(words(flagged))
+    assert "flagged" not in " ".join(words(plain))
+    assert hollow_marks(flagged) + sum("*" in t for t in cell_texts(flagged)) > 0
+    assert hollow_marks(plain) + sum("*" in t for t in cell_texts(plain)) == 0
+
+
+def test_different_settings_are_never_averaged(make, tables):
+    runs = tables["runs"]
+    cell, train_id = runs["cell"].where(runs["seed"] != 1, "other"), runs["train_id"] + runs["state"]
+    with pytest.raises(UserError, match=r"different settings for arm .*cannot share a line"):
+        make(with_runs(tables, cell=cell, train_id=train_id, seed=0))
+
+
+NOTHING = {
+    "no runs": lambda tables: only(tables, lambda runs: runs["run_id"] == ""),
+    "all failed": lambda tables: with_runs(tables, state="failed"),
+    "all diverged in the first step": lambda tables: all_diverged(tables, steps=1),
+    "all diverged in the second step": lambda tables: all_diverged(tables, steps=2),
+    "all nan": lambda tables: without_numbers(tables, math.nan),
+    "all inf": lambda tables: without_numbers(tables, math.inf),
+}
+
+
+@pytest.mark.parametrize("change", NOTHING.values(), ids=NOTHING)
+def test_tables_with_nothing_to_draw_are_told_so(plugin, tables, tmp_path, change):
+    with pytest.raises(UserError, match=r"nothing to draw for .*: it needs .*"):
+        figures.draw_one(plugin, change(tables), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", ["diverged", "failed", "nan"])
+def test_a_method_without_numbers_does_not_keep_others_from_being_drawn(make, tables, change):
+    if change == "nan":
+        bare = without_numbers(tables, math.nan)
+    else:
+        bare = all_diverged(tables, steps=1) if change == "diverged" else with_runs(tables, state="failed")
+    ids = set(tables["runs"].loc[tables["runs"]["arm"] == "DirectQ fw2 bw8", "run_id"])
+    mixed = {}
+    for name, frame in tables.items():
+        theirs = bare[name][bare[name]["run_id"].isin(ids)].astype(frame.dtypes)
+        mixed[name] = pd.concat([frame[~frame["run_id"].isin(ids)], *([theirs] if len(theirs) else [])])
+    fig = drawn(make(mixed))
+    check_layout(fig)
+    if change == "failed":
+        part = re.search(r"part (\w+)\.", caption_of(fig)).group(1)
+        runs = mixed["runs"]
+        failed = (runs["state"] == "failed") & (runs["part"] == part)
+        assert f"Left out: {failed.sum()} failed" in caption_of(fig)
+
+
+def test_one_run_alone_is_drawn(make, tables):
+    """Both parts, one method, one network and one seed."""
+    alone = only(tables, lambda r: (r["seed"] == 0) & (r["arm"] == "AQ-SGD fw4 bw8") & (r["rate_mbit"] == 100))
+    check_layout(drawn(make(alone)))
+
+
+# --- harness/figures.py: what happens around them ---
+
+BROKEN = """
+VERSION = 1
+SUMMARY = "breaks"
+SOURCE = "here"
+PARAMETERS = {}
+
+
+def figures(tables):
+    return tables["runs"]["no_such_column"]
+"""
+
+
+@pytest.fixture
+def register(monkeypatch, tmp_path):
+    """Adds figure modules, by name and text, to those that are found."""
+
+    monkeypatch.setattr(style, "FORMATS", ("png",))
+
+    def add(**texts):
+        found = {name: PLUGINS[name] for name in ("bandwidth_vs_bits", "final_loss")}
+        monkeypatch.syspath_prepend(tmp_path)
+        for name, text in texts.items():
+            path = tmp_path / f"{name}.py"
+            path.write_text(text)
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            found[name] = plugins.read("figures", name, name, path)
+        monkeypatch.setattr(plugins, "_find", lambda kind: MappingProxyType(found))
+        return tmp_path / "figures"
+
+    return add
+
+
+def test_all_figures_are_drawn_and_one_without_data_is_skipped(register, tables):
+    folder = register()
+    timing = only(tables, lambda runs: runs["measure"] == "timing")
+    written, skipped = figures.draw(timing, folder)
+    assert {path.stem for path in written} == {"bandwidth_vs_bits"}
+    assert list(skipped) == ["final_loss"]
+    with pytest.raises(figures.UndrawnError, match="no figure final_loss: nothing to draw") as caught:
+        figures.draw(timing, folder, ["final_loss", "bandwidth_vs_bits"])
+    assert {path.stem for path in caught.value.written} == {"bandwidth_vs_bits"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BROKEN, r"KeyError: 'no_such_column' \(.*a_broken_one\.py, line 9\)"),
+        (BROKEN.replace("figures", "figure"), "neither figures.* nor draw"),
+        ("import no_such_module\n" + BROKEN, "No module named 'no_such_module'"),
+        (BROKEN + 'REQUIRES = ("spans",)\n', r"do not exist: \['spans'\]"),
+        (BROKEN.replace('tables["runs"]["no_such_column"]', '[("loss_vs_step", None)]'), "names are 'a_broken_one'"),
+        (BROKEN.replace('["no_such_column"]', ""), "ValueError"),
+    ],
+)
+def test_a_figure_that_breaks_is_named_and_the_others_are_drawn(register, tables, text, message):
+    folder = register(a_broken_one=text)
+    with pytest.raises(figures.UndrawnError, match=f"no figure a_broken_one: .*{message}") as caught:
+        figures.draw(tables, folder)
+    assert {path.stem for path in caught.value.written} == {"bandwidth_vs_bits", "final_loss"}
+
+
+def test_a_figure_may_write_its_own_files(register, tables):
+    text = """
+def draw(tables, out_dir):
+    (out_dir / "a.txt").write_text("a")
+    return [out_dir / "a.txt"]
+"""
+    folder = register(own=BROKEN + text)
+    assert figures.draw(tables, folder, ["own"]) == ([folder / "a.txt"], {})
+
+
+def test_a_new_figure_or_a_changed_one_has_other_sources(register):
+    register()
+    before = figures.sources()
+    register(own=BROKEN)
+    added = figures.sources()
+    register(own=BROKEN + "\n")
+    assert set(before) < set(added)
+    assert added != figures.sources()
+    assert any(line.startswith("style.py ") for line in before)
