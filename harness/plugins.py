@@ -103,7 +103,11 @@ def read(kind: str, name: str, module: str, path: Path) -> Plugin:
     """Read a plug-in's literals from its syntax tree without importing it."""
     text = path.read_text(encoding="utf-8")
     values: dict[str, Any] = {}
-    for node in ast.parse(text, filename=str(path)).body:
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        raise UserError(f"{path} is no {kind.rstrip('s')} plug-in: {error.msg} (line {error.lineno}).") from None
+    for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             target, value = node.target.id, node.value
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -59,9 +59,10 @@ def run(
     drawn: list[str] = []
     if not result.interrupted:
         try:
-            origin = _origin(store, loaded.name)
+            ended = _ended(store, loaded.name)
             built = _build(store, loaded.name)
             table = built["runs"].to_dict("records")
+            origin = _origin(ended)
             if origin != _drawn_from(store, loaded.name):
                 drawn = _draw(store, loaded.name, built, origin=origin)
         except figures.UndrawnError as error:
@@ -130,10 +131,10 @@ def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
     """Draw figures, all without `names`; returns {experiment, files}."""
     store = Store(results)
     name = _name(source, store)
-    origin = _origin(store, name)
+    ended = _ended(store, name)
     built = _build(store, name)
     try:
-        files = _draw(store, name, built, names, origin=None if names else origin)
+        files = _draw(store, name, built, names, origin=None if names else _origin(ended))
     except figures.UndrawnError as error:
         for path in error.written:
             say(f"figure: {path}")
@@ -169,16 +170,22 @@ def _build(store: Store, name: str) -> dict[str, Any]:
         return tables.build(store, name)
 
 
-def _origin(store: Store, name: str) -> str:
-    """A hash of what figures are made from: their sources, the runs listed, and when each of these ended."""
-    lines = figures.sources()
+def _ended(store: Store, name: str) -> list[str]:
+    """A line a run of an experiment, with when it ended. Taken before its tables are built: a run that ends in
+    between, in another sweep, is then drawn next time."""
+    lines = []
     for row in store.saved_runs(name):
         try:
             ended: int | None = (store.run_dir(row["run_id"]) / "status.json").stat().st_mtime_ns
         except FileNotFoundError:
             ended = None
         lines.append(json.dumps([row, ended], sort_keys=True))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return lines
+
+
+def _origin(ended: Sequence[str]) -> str:
+    """A hash of what figures are made from: their sources, and the runs as `_ended` gives them."""
+    return hashlib.sha256("\n".join([*figures.sources(), *ended]).encode()).hexdigest()
 
 
 def _drawn_from(store: Store, name: str) -> str | None:

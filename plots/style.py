@@ -198,7 +198,7 @@ def seeds(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], flagged
             hollow = {"markerfacecolor": "white", "markersize": 3.4, "markeredgewidth": 0.8}
             look = hollow if flag else {"markersize": 3.0, "alpha": 0.55}
             kx, ky = zip(*chosen, strict=True)
-            ax.plot(kx, ky, m.marker, color=m.colour, zorder=5 if flag else 2, gid=f"seeds {m.label}", **look)
+            ax.plot(kx, ky, m.marker, color=m.colour, zorder=3.5 if flag else 2, gid=f"seeds {m.label}", **look)
 
 
 def seed_line(ax: Axes, m: Method, xs: Sequence[float], ys: Sequence[float], *, flagged: bool) -> None:

@@ -5,6 +5,7 @@ there, written to a file, and run.
 """
 
 import atexit
+import functools
 import inspect
 import math
 import re
@@ -69,10 +70,15 @@ def make(plugin):
     return plugin.load().figures
 
 
+@functools.cache
+def whole_of(name):
+    return drawn(PLUGINS[name].load().figures(synthetic.results()[1]))
+
+
 @pytest.fixture
-def whole(make, tables):
-    """The figure of the whole experiment."""
-    return drawn(make(tables))
+def whole(plugin):
+    """The figure of the whole experiment, drawn once for all tests: do not change it."""
+    return whole_of(plugin.name)
 
 
 def test_the_module_says_what_it_reads_and_is_called_as_its_file(plugin, tables):
@@ -245,7 +251,7 @@ def register(monkeypatch, tmp_path):
             path.write_text(text)
             monkeypatch.delitem(sys.modules, name, raising=False)
             found[name] = plugins.read("figures", name, name, path)
-        monkeypatch.setattr(plugins, "_find", lambda kind: MappingProxyType(found))
+        monkeypatch.setattr(plugins, "_find", lambda kind: MappingProxyType(found) if kind == "figures" else {})
         return tmp_path / "figures"
 
     return add

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import synthetic
@@ -30,6 +30,7 @@ BROKEN = TEXT.replace("return", "return 1 / 0,")
 @pytest.fixture
 def found(monkeypatch, tmp_path):
     """Sets which figures there are, by name and text."""
+    real = plugins._find
     modules = tmp_path / "modules"
     modules.mkdir()
     monkeypatch.syspath_prepend(modules)
@@ -43,7 +44,7 @@ def found(monkeypatch, tmp_path):
             os.utime(path, (0, len(list(modules.iterdir())) + 100 * len(text)))
             monkeypatch.delitem(sys.modules, name, raising=False)
             plugs[name] = plugins.read("figures", name, name, path)
-        monkeypatch.setattr(plugins, "_find", lambda kind: MappingProxyType(plugs))
+        monkeypatch.setattr(plugins, "_find", lambda kind: MappingProxyType(plugs) if kind == "figures" else real(kind))
 
     return set_to
 
@@ -59,7 +60,7 @@ def store(tmp_path):
 
 def draw_if_new(store: Store) -> list[str] | None:
     """What `run` does once its sweep has ended: the names drawn, None where nothing was to do."""
-    origin = verbs._origin(store, "synthetic")
+    origin = verbs._origin(verbs._ended(store, "synthetic"))
     if origin == verbs._drawn_from(store, "synthetic"):
         return None
     return [Path(name).stem for name in verbs._draw(store, "synthetic", {"runs": None}, origin=origin)]
@@ -102,10 +103,10 @@ def test_plot_names_a_broken_figure_and_draws_the_others(store, found, capsys):
 @pytest.mark.parametrize("text", [BROKEN, TEXT])
 def test_a_broken_figure_changes_no_exit_code_of_a_sweep(store, found, monkeypatch, capsys, text):
     found(good_one=TEXT, odd_one=text)
-    loaded = type("Loaded", (), {"name": "synthetic", "parts": ()})()
+    loaded = SimpleNamespace(name="synthetic", cells=tuple)
     monkeypatch.setattr(Store, "save_runs", lambda self, experiment: 0)
-    made = plan.Plan("synthetic", [])
-    monkeypatch.setattr(sweep, "execute", lambda *args, **options: sweep.Result(made, [], [], False, 0))
+    made = plan.Plan("synthetic", ())
+    monkeypatch.setattr(sweep, "execute", lambda *args, **options: sweep.Result(made))
     flags = dict.fromkeys(("retry_failed", "force", "fail_fast", "allow_unreached"), False)
     drawn, code = verbs.run(loaded, store, made, **flags)[1:]
     assert code == 0
@@ -117,7 +118,7 @@ def test_a_broken_figure_changes_no_exit_code_of_a_sweep(store, found, monkeypat
 def test_a_figure_that_cannot_be_saved_is_named(store, found, tmp_path):
     found(good_one=TEXT)
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(figures.UndrawnError, match="no figure good_one: it broke with .*taken"):
+    with pytest.raises(figures.UndrawnError, match=r"no figure good_one: it broke with .*taken"):
         figures.draw({"runs": None}, tmp_path / "taken")
 
 
