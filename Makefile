@@ -25,9 +25,12 @@ setup: $(STAMP)
 # torch first, alone and pinned: an open range would fetch a build of several GB for graphics cards.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinpipe needs Python 3.11 or newer; set PYTHON=..." >&2; exit 2; }
+	@echo "setting up $(VENV): about 2 GB, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,data]'
+	@echo "compiling the CPU kernels, once"
+	$(BIN)/python -c 'from thinpipe.harness.compression.kernels import cpu; cpu.warm_up()'
 	@touch $@
 
 demo: setup

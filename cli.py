@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,14 @@ def _guarded(verb: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("thinpipe: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing more can be said there.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        return 0
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        print(f"thinpipe: {what}{error.strerror or error}. Nothing that was finished is lost.", file=sys.stderr)
+        return 2
 
 
 @command(app, "doctor")
@@ -225,6 +234,11 @@ def _files(data: dict[str, Any]) -> None:
 
 def main() -> None:
     """The console script."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     app()
 
 

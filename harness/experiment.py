@@ -167,6 +167,8 @@ def _arms(data: Any, axes: Mapping[str, Any], changes: Settings, where: str) -> 
         label = item.get("label")
         if not isinstance(label, str) or not label:
             raise UserError(f"{where}: each arm needs a label (its name in figures and tables).")
+        if not label.isprintable():
+            raise UserError(f"{where}: the arm label {label!r} holds characters that cannot be printed.")
         own = flatten({key: value for key, value in item.items() if key != "label"}, f"{where} arm {label!r}")
         for key in own:
             if key in axes:

@@ -80,6 +80,7 @@ RUNS: dict[str, Column] = {
     "wire_bytes": Column(int, "B", "leaf-qdisc counters of all hosts over the whole run, evaluation included", True),
     "sync_bytes": Column(int, "B", "TCP bytes of everything else between ranks", True),
     "compression_ratio": Column(float, "", "raw_bytes / frame_bytes", True),
+    "measured_compression_ratio": Column(float, "", "raw bytes / frame bytes of the measured steps", True),
     "run_queue_pct": Column(
         float, "%", "worst rank: time its main thread was runnable but not running, over the measured time", True
     ),

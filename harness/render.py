@@ -52,15 +52,17 @@ def plan(data: Mapping[str, Any]) -> None:
 
 
 def cells(data: Sequence[Mapping[str, Any]]) -> None:
-    """The results table: one row a cell."""
+    """The results table: one row a cell; a column of settings where cells of one part and arm differ in any."""
+    varied = any(cell["varies"] for cell in data)
     rows = [
         [
             cell["part"],
             cell["arm"],
+            *([_varied(cell["varies"])] if varied else []),
             _rate(cell["rate_mbit"]),
             _number(cell["step_time_s"], 1e3, ".1f"),
             _number(cell["samples_per_s"], 1, ".1f"),
-            _number(cell["compression_ratio"], 1, ".2f"),
+            _ratio(cell["measured_compression_ratio"]),
             _loss(cell, "final_train_loss"),
             _loss(cell, "final_eval_loss"),
             f"{cell['seeds']}/{cell['of']}",
@@ -71,6 +73,7 @@ def cells(data: Sequence[Mapping[str, Any]]) -> None:
     headers = [
         "part",
         "arm",
+        *(["setting"] if varied else []),
         "Mbit/s",
         "step ms",
         "samples/s",
@@ -81,7 +84,11 @@ def cells(data: Sequence[Mapping[str, Any]]) -> None:
         "",
     ]
     _table(headers, rows)
-    _line("Over seeds: medians; losses as mean ± half their range. ratio = raw bytes / frame bytes.")
+    if any(cell["seeds"] > 1 for cell in data):
+        _line("Over seeds: medians; losses as mean ± half their range.")
+    _line("ratio = raw bytes / frame bytes, over the measured steps.")
+    if any(cell["measure"] == "convergence" for cell in data):
+        _line("Parts that measure convergence have no step time: errors are sampled within their steps.")
 
 
 def status(data: Sequence[Mapping[str, Any]]) -> None:
@@ -189,6 +196,15 @@ def _who(run: Mapping[str, Any]) -> str:
 
 def _rate(rate: float | None) -> str:
     return "no limit" if rate is None else f"{rate:g}"
+
+
+def _varied(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={'none' if value is None else value}" for key, value in settings.items())
+
+
+def _ratio(value: float | None) -> str:
+    """Three decimals below 1: a frame's header makes the ratio of `none` a little less than 1."""
+    return "" if value is None else format(value, ".3f" if value < 1 else ".2f")
 
 
 def _number(value: float | None, scale: float, form: str) -> str:

@@ -8,6 +8,7 @@ Apart from tables.py because a rank pays for what it imports here: pyarrow alone
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -52,4 +53,5 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
         write(part)
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()

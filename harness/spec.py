@@ -49,7 +49,9 @@ class TaskSpec(Part):
     """Data. The model's vocabulary is the task's, unless a checkpoint sets a larger one."""
 
     name: str = setting("lm", "the task plug-in: `thinpipe list tasks`")
-    corpus: str = setting("pydoc", "a text the task knows (`pydoc`, `shakespeare`) or the path of a UTF-8 file")
+    corpus: str = setting(
+        "pydoc", "a text the task knows (`pydoc`, `shakespeare`) or the path of a UTF-8 file", min_length=1
+    )
     vocab_size: int = setting(1024, "size of the vocabulary trained on the corpus", "tokens", ge=300)
     sequence_length: int = setting(64, "length of a sequence", "tokens", ge=2)
     num_sequences: int | None = setting(256, "sequences to train on; none = all there are", "sequences", ge=1)
@@ -105,13 +107,15 @@ class CompressionSpec(Part):
 class NetworkSpec(Part):
     """Every link of the run, both ways. 1 Mbit = 10^6 bits, counted at layer 2 (Ethernet, IP and TCP headers too)."""
 
-    rate_mbit: float | None = setting(None, "rate of a link; none = not limited", "Mbit/s", gt=0)
-    delay_ms: float = setting(0.0, "one-way delay added to a link", "ms", ge=0)
-    jitter_ms: float = setting(0.0, "spread of the delay", "ms", ge=0)
+    rate_mbit: float | None = setting(None, "rate of a link; none = not limited", "Mbit/s", ge=0.1, le=40_000)
+    delay_ms: float = setting(0.0, "one-way delay added to a link", "ms", ge=0, le=10_000)
+    jitter_ms: float = setting(0.0, "spread of the delay", "ms", ge=0, le=10_000)
     loss_pct: float = setting(0.0, "packets dropped at random", "%", ge=0, lt=100)
-    queue_ms: float = setting(100.0, "length of a link's queue, as time at its rate", "ms", gt=0)
+    queue_ms: float = setting(100.0, "length of a link's queue, as time at its rate", "ms", gt=0, le=60_000)
     mtu: int = setting(1500, "largest IP packet", "B", ge=576, le=9000)
-    congestion: str = setting("cubic", "TCP congestion control, as the kernel calls it")
+    congestion: str = setting(
+        "cubic", "TCP congestion control, as the kernel calls it", pattern=r"^[a-z][a-z0-9_]{1,14}$"
+    )
 
 
 class TrainSpec(Part):
@@ -122,9 +126,9 @@ class TrainSpec(Part):
     warm-up longer than the run is shortened to the run less its last step.
     """
 
-    epochs: int = setting(12, "passes over the training sequences (timing runs: no effect)", "epochs", ge=1)
+    epochs: int = setting(12, "passes over the training sequences (timing runs: no effect)", "epochs", ge=1, le=10_000)
     max_steps: int | None = setting(
-        None, "end after this many optimizer steps; none = at the last epoch's end", "steps", ge=1
+        None, "end after this many optimizer steps; none = at the last epoch's end", "steps", ge=1, le=10_000_000
     )
     batch_size: int = setting(16, "sequences of an optimizer step, all micro-batches together", "sequences", ge=1)
     lr: float = setting(3e-3, "the largest learning rate, at the end of the warm-up", gt=0)
@@ -141,7 +145,7 @@ class TimingSpec(Part):
     """A timing run cycles `batches` fixed batches: one unmeasured pass, then `passes` measured ones."""
 
     batches: int = setting(4, "batches it cycles", ge=1, le=4)
-    passes: int = setting(3, "measured passes over them", ge=1)
+    passes: int = setting(3, "measured passes over them", ge=1, le=1_000)
 
 
 class RunSpec(Part):
@@ -247,6 +251,10 @@ class RunSpec(Part):
     def run_id(self) -> str:
         """12 hex digits that name this run."""
         return _digest(self.canonical(), self.plugin_versions())
+
+    def is_run(self, run_id: str, versions: Mapping[str, int]) -> bool:
+        """Whether `run_id` names this spec with plug-ins of these versions."""
+        return _digest(self.canonical(), versions) == run_id
 
     @property
     def train_id(self) -> str:

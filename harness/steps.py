@@ -51,6 +51,8 @@ def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
             )
             measured = spec.train.epochs == 1 or epoch >= max(1, change)
             steps += [Step(epoch, ids, measured, ids is batches[-1]) for ids in batches]
+            if spec.train.max_steps is not None and len(steps) >= spec.train.max_steps:
+                break
     return _cut(steps, spec)
 
 

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -106,7 +107,7 @@ def _sync_folder(folder: Path) -> None:
 def read_json(path: Path) -> Any:
     """Parsed content; UserError that names the file when it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return _loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"there is no {path}.") from None
     except (ValueError, OSError) as error:
@@ -127,6 +128,8 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is no folder; give another with --results.")
 
     def run_dir(self, run_id: str) -> Path:
         return self.root / "runs" / run_id
@@ -151,14 +154,12 @@ class Store:
     def _make(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
             raise UserError(
                 f"cannot make the results folder {folder}: {error.strerror}. Give another with --results."
             ) from None
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            raise UserError(f"{folder} is on a read-only file system. Give another folder with --results.") from None
 
     def finish(self, run_id: str, status: Mapping[str, Any]) -> None:
         """Write status.json, the last file of a run; from then on the run is finished."""
@@ -176,12 +177,12 @@ class Store:
         """(status, what is wrong with status.json). A damaged one counts as not finished and is explained."""
         path = self.run_dir(run_id) / "status.json"
         try:
-            data = json.loads(path.read_bytes())
+            data = _loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None, None
         except (ValueError, OSError) as error:
             return None, f"{path} is damaged ({_first_line(error)}): the run counts as not finished"
-        if not isinstance(data, dict) or data.get("state") not in STATES or data.get("run_id") != run_id:
+        if not _is_status(data) or data["run_id"] != run_id:
             return None, f"{path} is not the status of this run: the run counts as not finished"
         return data, None
 
@@ -190,13 +191,21 @@ class Store:
         return (self.run_dir(run_id) / "run.json").exists()
 
     def spec(self, run_id: str) -> RunSpec:
-        """What a run was asked to be."""
-        return read_spec(self.run_dir(run_id))
+        """What a run was asked to be. UserError where its folder holds the description of another run."""
+        path = self.run_dir(run_id) / "run.json"
+        spec = read_spec(path.parent)
+        if read_json(path).get("run_id") != run_id or not spec.is_run(run_id, read_json(path).get("plugins") or {}):
+            raise UserError(f"{path} describes another run than its folder. Delete the folder, then run again.")
+        return spec
 
     def manifest(self, run_id: str) -> dict[str, Any]:
         """The run's manifest.json, empty where it has none yet."""
         path = self.run_dir(run_id) / "manifest.json"
-        return read_json(path) if path.exists() else {}
+        data = read_json(path) if path.exists() else {}
+        parts = ("plugins", "inputs", "requested", "effective", "network")
+        if not isinstance(data, dict) or not all(isinstance(data.get(part, {}), dict) for part in parts):
+            raise UserError(f"{path} is damaged: it is not a manifest of ours.")
+        return data
 
     def run_ids(self) -> list[str]:
         """Ids of all runs begun in this folder."""
@@ -212,7 +221,7 @@ class Store:
         if not path.exists():
             return []
         data = read_json(path)
-        if not isinstance(data, list) or not all(isinstance(row, dict) and set(ROW) <= set(row) for row in data):
+        if not isinstance(data, list) or not all(_is_row(row) for row in data):
             raise UserError(
                 f"{path} is damaged. Delete it and `thinpipe run` the experiment again: done runs are kept."
             )
@@ -243,6 +252,45 @@ class Store:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _loads(text: bytes) -> Any:
+    """JSON as we write it: no NaN, and no nesting that only damage explains."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"it holds {name}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _is_status(data: Any) -> bool:
+    """Whether parsed JSON is a status.json of ours: every field, each of its type."""
+    if not isinstance(data, dict) or not set(STATUS_FIELDS) <= set(data) or data["state"] not in STATES:
+        return False
+    texts = all(isinstance(data[name], str) for name in ("run_id", "started_at", "ended_at", "machine"))
+    maybe = all(data[name] is None or isinstance(data[name], str) for name in ("error", "detail"))
+    parts = all(isinstance(data[name], dict) for name in ("fidelity", "totals", "links"))
+    queue = data["run_queue_pct"]
+    numbers = _number(data["wall_s"]) and (queue is None or _number(queue))
+    return texts and maybe and parts and numbers
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_row(row: Any) -> bool:
+    """Whether parsed JSON is a row of runs.json: ids that can only lie below runs/."""
+    return (
+        isinstance(row, dict)
+        and set(ROW) <= set(row)
+        and all(isinstance(row[name], str) for name in ("run_id", "part", "arm", "cell"))
+        and re.fullmatch(r"[0-9a-f]{12}", row["run_id"]) is not None
+        and isinstance(row["seed"], int)
+    )
 
 
 def rows(experiment: Experiment) -> list[dict[str, Any]]:

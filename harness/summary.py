@@ -1,6 +1,6 @@
 """What a finished run's rows add up to: the computed columns of the runs table. Formulas: docs/numbers.md.
 
-    steps, spans, evals of all ranks of one run ──▶ step_time_s, samples_per_s, compute_s ... final_eval_loss
+    steps, spans, evals, transfers of all ranks of one run ──▶ step_time_s, compute_s ... final_eval_loss
 
 >>> frame = pd.DataFrame({"rank": [0, 1], "step": [0, 0], "step_time_s": [0.2, 0.3]})
 >>> slowest_rank_median(frame)
@@ -27,14 +27,17 @@ COLUMNS = (
     "idle_s",
     "final_train_loss",
     "final_eval_loss",
+    "measured_compression_ratio",
 )
 SPAN_KEY = ["step", "microbatch", "direction"]
 
 
-def summarise(spec: RunSpec, steps: pd.DataFrame, spans: pd.DataFrame, evals: pd.DataFrame) -> dict[str, Any]:
+def summarise(
+    spec: RunSpec, steps: pd.DataFrame, spans: pd.DataFrame, evals: pd.DataFrame, transfers: pd.DataFrame
+) -> dict[str, Any]:
     """The values of COLUMNS for one finished run; None where the run has nothing to compute them from.
 
-    steps, spans, evals: rows of all ranks, columns as metrics.TABLES. Losses are None in a timing run: it
+    steps, spans, evals, transfers: rows of all ranks, columns as metrics.TABLES. Losses are None in a timing run: it
     cycles a few batches, so its loss is not one of the training that the experiment is about. Raises
     UserError where a frame was waited for that no rank has sent.
     """
@@ -53,6 +56,7 @@ def summarise(spec: RunSpec, steps: pd.DataFrame, spans: pd.DataFrame, evals: pd
         **_wait_and_idle(measured, waiting),
         "final_train_loss": None if timing else _last_epoch_loss(steps),
         "final_eval_loss": None if timing else _last_eval_loss(evals),
+        "measured_compression_ratio": ratio_of_steps(transfers, measured["step"]),
     }
 
 
@@ -68,6 +72,13 @@ def rank_mean_of_medians(steps: pd.DataFrame, column: str) -> float | None:
     if steps.empty:
         return None
     return float(steps.groupby("rank")[column].median().mean())
+
+
+def ratio_of_steps(transfers: pd.DataFrame, steps: pd.Series) -> float | None:
+    """raw_bytes / frame_bytes of all that was sent in `steps`; None where nothing was."""
+    sent = transfers[transfers["step"].isin(steps)]
+    frames = int(sent["frame_bytes"].sum())
+    return int(sent["raw_bytes"].sum()) / frames if frames else None
 
 
 def wait_by_step(spans: pd.DataFrame) -> pd.Series:

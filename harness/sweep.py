@@ -91,12 +91,15 @@ def execute(
     force: bool = False,
     fail_fast: bool = False,
     progress: Progress,
+    accepted: Callable[[], None] = lambda: None,
 ) -> Result:
-    """Execute what `plan` has to do. `session` is opened only when there is something.
+    """Execute what `plan` has to do. `session` is opened only when there is something. `accepted` is called once
+    nothing of the plan was refused, before the first run: a refusal leaves no trace.
 
     Raises UserError when nothing can be started or results can no longer be written; what is finished stays.
     """
     if not plan.todo(retry_failed=retry_failed, force=force):
+        accepted()
         return Result(plan)
     result = Result(plan)
     try:
@@ -105,7 +108,9 @@ def execute(
             entries = [entry for entry in now.todo(retry_failed=retry_failed, force=force) if not _changed(entry, plan)]
             if entries:
                 with session() as runner:
+                    progress.say("preparing: networks, data, kernels (compiled once, up to a minute)")
                     runner.check([entry.spec for entry in entries])
+                    accepted()
                     progress.start(entries)
                     try:
                         _execute(entries, store, runner, progress, result, fail_fast=fail_fast)

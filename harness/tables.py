@@ -213,7 +213,7 @@ def _computed(run_id: str, spec: RunSpec, state: str, shards: Mapping[str, pa.Ta
         return dict.fromkeys(summary.COLUMNS)
     frames = {table: to_frame(table, content) for table, content in shards.items()}
     try:
-        return summary.summarise(spec, frames["steps"], frames["spans"], frames["evals"])
+        return summary.summarise(spec, *(frames[table] for table in ("steps", "spans", "evals", "transfers")))
     except UserError as error:
         raise UserError(f"run {run_id}: {error}") from None
 

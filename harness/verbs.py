@@ -41,7 +41,6 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[str], int]:
     """Sweep, then tables and figures; returns (the plan's runs with their numbers, figures drawn, exit
     code)."""
-    _warn_of_others(store, loaded.name, store.save_runs(loaded))
     reporter = progress.make()
     result = sweep.execute(
         made,
@@ -51,13 +50,19 @@ def run(
         force=force,
         fail_fast=fail_fast,
         progress=reporter,
+        accepted=lambda: _warn_of_others(store, loaded.name, store.save_runs(loaded)),
     )
     for line in closing(result):
         reporter.say(line)
     code = result.exit_code
     table: list[dict[str, Any]] = []
     drawn: list[str] = []
-    if not result.interrupted:
+    if result.interrupted:
+        try:
+            table = _build(store, loaded.name)["runs"].to_dict("records")
+        except UserError as error:
+            say(f"thinpipe: {error}")
+    else:
         try:
             ended = _ended(store, loaded.name)
             built = _build(store, loaded.name)

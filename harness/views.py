@@ -3,6 +3,7 @@ only."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -11,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.harness.errors import UserError, near_miss
-from thinpipe.harness.plan import Plan
+from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.store import Store
 
 LOG_LINES = 10
+# Settings that have a place of their own in the summary.
+SHOWN_ALREADY = ("seed", "network.rate_mbit")
 LIST_KINDS = ("experiments", "codecs", "memories", "models", "tasks", "figures", "links")
-# Columns of the runs table that `run --json` carries.
+# Columns of the runs table that `run --json` carries: what is known of a run once it has ended.
 RUN_NUMBERS = (
-    "measure",
     "forward",
     "backward",
-    "rate_mbit",
     "measured_rate_mbit",
     "step_time_s",
     "samples_per_s",
@@ -29,6 +30,7 @@ RUN_NUMBERS = (
     "final_train_loss",
     "final_eval_loss",
     "compression_ratio",
+    "measured_compression_ratio",
     "wire_bytes",
     "fidelity",
     "fidelity_reason",
@@ -68,10 +70,16 @@ def plan(plan: Plan, *, retry_failed: bool = False, force: bool = False) -> dict
 
 def runs(plan: Plan, table: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every use of the plan's runs with state and main numbers; table: rows of the runs table, if there are
-    any."""
+    any.
+
+    What was asked for comes from the plan, so that runs that have not ended have it too. varies: the settings,
+    by dotted key, in which the cells of this part and arm differ, besides the rate.
+    """
     measured = {use(row): row for row in table}
+    differing = _differing(plan)
     listed = []
     for entry in plan.entries:
+        own = _settings_of(entry)
         for part, arm in entry.uses:
             row = measured.get((entry.run_id, part, arm), {})
             numbers = {name: plain(row.get(name)) for name in RUN_NUMBERS}
@@ -79,11 +87,37 @@ def runs(plan: Plan, table: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
                 "run_id": entry.run_id,
                 "part": part,
                 "arm": arm,
+                "cell": entry.cell,
+                "varies": {key: own[key] for key in differing[part, arm]},
                 "seed": entry.seed,
                 "state": entry.state,
+                "measure": entry.spec.measure,
+                "rate_mbit": entry.spec.network.rate_mbit,
             }
             listed.append({**identity, **numbers})
     return listed
+
+
+def _settings_of(entry: Entry) -> dict[str, Any]:
+    """Every setting of a run by dotted key, defaults included."""
+    return flat(entry.spec.model_dump(mode="json"))
+
+
+def _differing(plan: Plan) -> dict[tuple[str, str], list[str]]:
+    """By (part, arm): the settings that its runs in the plan do not all share, besides seed and rate."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in plan.entries:
+        for pair in entry.uses:
+            groups.setdefault(pair, []).append(_settings_of(entry))
+    return {
+        pair: [
+            key
+            for key in group[0]
+            # As JSON, since a value may be a list of rules.
+            if key not in SHOWN_ALREADY and len({json.dumps(found[key], sort_keys=True) for found in group}) > 1
+        ]
+        for pair, group in groups.items()
+    }
 
 
 def use(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -92,15 +126,15 @@ def use(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def cells(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`runs` by (part, arm, rate): medians of times, mean and half the range of losses over the finished
-    seeds."""
+    """`runs` by (part, arm, cell): medians of times, mean and half the range of losses over the finished
+    seeds. A convergence run has no times here: errors are sampled within its steps."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["part"], row["arm"], row["rate_mbit"], row["measure"]), []).append(row)
-    return [_cell(key, group) for key, group in groups.items()]
+        groups.setdefault((row["part"], row["arm"], row["cell"]), []).append(row)
+    return [_cell(group) for group in groups.values()]
 
 
-def _cell(key: tuple[Any, ...], group: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _cell(group: list[Mapping[str, Any]]) -> dict[str, Any]:
     finished = [row for row in group if row["state"] in ("done", "stale", "foreign")]
 
     def known(name: str) -> list[float]:
@@ -109,9 +143,11 @@ def _cell(key: tuple[Any, ...], group: list[Mapping[str, Any]]) -> dict[str, Any
     def middle(name: str) -> float | None:
         return statistics.median(known(name)) if known(name) else None
 
-    cell = dict(zip(("part", "arm", "rate_mbit", "measure"), key, strict=True))
+    cell = {name: group[0][name] for name in ("part", "arm", "cell", "varies", "rate_mbit", "measure")}
     cell |= {"seeds": len(finished), "of": len(group)}
-    cell |= {name: middle(name) for name in ("step_time_s", "samples_per_s", "compression_ratio")}
+    timed = cell["measure"] != "convergence"
+    cell |= {name: middle(name) if timed else None for name in ("step_time_s", "samples_per_s")}
+    cell["measured_compression_ratio"] = middle("measured_compression_ratio")
     for name in ("final_train_loss", "final_eval_loss"):
         values = known(name)
         cell[name] = statistics.fmean(values) if values else None

@@ -75,4 +75,8 @@ def _axes(ax: Axes, positions: dict[float | None, float]) -> None:
     ax.minorticks_off()
     ax.set_xlabel("link rate set (Mbit/s, log scale)")
     ax.set_ylabel("throughput (samples/s)")
-    ax.set_ylim(bottom=0)
+    if len(positions) == 1:
+        # Left to itself, the axis would end at the outermost of the methods that stand side by side.
+        (only,) = positions.values()
+        ax.set_xlim(only / 2, 2 * only)
+    ax.set_ylim(0, 1.1 * ax.dataLim.y1)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _WORD = re.compile(r"[^\s(),:=]+")
 _SPACE = re.compile(r"\s*")
+_DEPTH_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.depth = 0
 
     def whole(self) -> Node:
         node = self.node()
@@ -117,6 +119,9 @@ class _Parser:
 
     def node(self) -> Node:
         position = self.skip()
+        self.depth += 1
+        if self.depth > _DEPTH_MAX:
+            raise _error(self.text[:80], position, f"nested more than {_DEPTH_MAX} deep")
         name = self.word("a name")
         argument = self.word("an argument after ':'") if self.take(":") else None
         items: list[Node] = []
@@ -126,6 +131,7 @@ class _Parser:
                 if items or options:
                     self.expect(",")
                 self.item(items, options)
+        self.depth -= 1
         return Node(name, argument, tuple(items), MappingProxyType(options), position)
 
     def item(self, items: list[Node], options: dict[str, Node]) -> None:

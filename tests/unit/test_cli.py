@@ -250,8 +250,10 @@ def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp
     assert first.code == 0, first.err
     assert len(session.ran) == 4
     line = next(line for line in first.out.splitlines() if line.startswith("convergence") and "FP32" in line)
-    assert line.split() == ["convergence", "FP32", "100", "100.0", "80.0", "2.00", "3.000", "3.500", "1/1"]
-    assert len([line for line in first.out.splitlines() if line.startswith("timing")]) == 2
+    assert line.split() == ["convergence", "FP32", "100", "2.00", "3.000", "3.500", "1/1"]
+    timing = [line.split() for line in first.out.splitlines() if line.startswith("timing") and "FP32" in line]
+    assert timing == [["timing", "FP32", "100", "100.0", "80.0", "2.00", "1/1"]]
+    assert "half their range" not in first.out
     drawn = [line.removeprefix("figure: ") for line in first.err.splitlines() if line.startswith("figure: ")]
     assert [Path(name).name for name in drawn] == ["loss_vs_step.png", "throughput_vs_bandwidth.png"]
     assert all(Path(name).exists() for name in drawn)
@@ -362,6 +364,78 @@ def test_interrupt_has_exit_code_130(session):
     assert shown.code == 130
     assert "3 run(s) are left" in shown.err
     assert sorted(row["state"] for row in json.loads(shown.out)) == ["done", "pending", "pending", "pending"]
+
+
+def cells_of(*args, code=0):
+    """What the summary of `run` shows, as rows of words by column."""
+    shown = thinpipe("run", "smoke", *args)
+    assert shown.code == code, shown.err
+    header, *lines = shown.out.split("\n\n")[0].splitlines()
+    return header, [line for line in lines if line.startswith(("timing", "convergence"))]
+
+
+def test_cells_of_one_arm_are_not_pooled_and_say_what_differs(session, tmp_path):
+    text = experiment.builtin()["smoke"].replace(
+        'base.measure = "timing"', 'base.measure = "timing"\naxes.train.batch_size = [4, 8]'
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    shown = thinpipe("run", "mine.toml", "--only", "part=timing")
+    assert shown.code == 0, shown.err
+    assert "setting" in shown.out.splitlines()[0]
+    lines = [line for line in shown.out.splitlines() if line.startswith("timing") and "FP32" in line]
+    # Samples a second: of each size its own.
+    assert [line.split()[2:6] for line in lines] == [
+        ["train.batch_size=4", "100", "100.0", "40.0"],
+        ["train.batch_size=8", "100", "100.0", "80.0"],
+    ]
+    assert all(line.rstrip().endswith("1/1") for line in lines)
+
+
+def test_seeds_of_a_cell_are_pooled_and_rates_are_not_a_setting(session):
+    options = ("--set", "seeds=[0,2]", "--set", "network.rate_mbit=30", "--only", "part=convergence,arm=FP32")
+    header, lines = cells_of(*options)
+    assert "setting" not in header
+    assert [line.split() for line in lines] == [
+        ["convergence", "FP32", "30", "2.00", "4.000", "±", "1.000", "3.500", "±", "0.000", "2/2"]
+    ]
+
+
+def test_after_an_interrupt_rates_are_the_plans_and_finished_runs_have_numbers(session, tmp_path):
+    def interrupt():
+        if session.ran:
+            raise KeyboardInterrupt
+
+    session.before = interrupt
+    text = experiment.builtin()["smoke"].replace(
+        'base.measure = "timing"', 'base.measure = "timing"\naxes.network.rate_mbit = [10, 30]'
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    shown = thinpipe("run", "mine.toml", "--only", "part=timing,arm=FP32")
+    assert shown.code == 130
+    lines = [line.split()[2:] for line in shown.out.splitlines() if line.startswith("timing")]
+    assert [words[0] for words in lines] == ["10", "30"]
+    assert sorted(words[1:] for words in lines) == [["0/1", "pending"], ["100.0", "80.0", "2.00", "1/1"]]
+
+
+def test_after_an_interrupt_without_tables_the_counts_are_shown(session, monkeypatch):
+    def refuse(*_):
+        raise UserError("a shard is missing")
+
+    def interrupt():
+        if session.ran:
+            raise KeyboardInterrupt
+
+    session.before = interrupt
+    monkeypatch.setattr(tables, "build", refuse)
+    shown = thinpipe("run", "smoke", "--only", "part=timing")
+    assert shown.code == 130
+    assert "a shard is missing" in shown.err
+    lines = [line.split()[-2:] for line in shown.out.splitlines() if line.startswith("timing")]
+    assert sorted(lines) in ([["0/1", "pending"], ["100", "1/1"]],)
+
+
+def test_a_ratio_below_one_is_not_rounded_to_it():
+    assert [render._ratio(value) for value in (None, 0.996, 7.847)] == ["", "0.996", "7.85"]
 
 
 def test_status(session):

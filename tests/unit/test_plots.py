@@ -257,6 +257,26 @@ def test_an_unlimited_link_stands_right_of_all_rates(tables):
         assert "no limit" in [t.get_text() for t in fig.axes[0].get_yticklabels()] + [a.get_title() for a in fig.axes]
 
 
+@pytest.mark.parametrize("rate", [30, None])
+def test_throughput_at_one_rate_stands_in_the_middle_and_no_marker_is_cut(tables, rate):
+    at_one = only(tables, lambda runs: runs["rate_mbit"] == 30)
+    level = at_one["runs"]["samples_per_s"].where(at_one["runs"]["samples_per_s"].isna(), 100.0)
+    at_one = with_runs(at_one, rate_mbit=float("nan") if rate is None else 30.0, samples_per_s=level)
+    ((_, fig),) = load("throughput_vs_bandwidth").figures(at_one)
+    (ax,) = fig.axes
+    x = 1.0 if rate is None else rate
+    assert ax.get_xlim() == pytest.approx((x / 2, 2 * x))
+    assert ax.get_ylim() == pytest.approx((0, 110.0))
+
+
+def test_throughput_has_room_above_its_highest_mark(tables, drawn):
+    (ax,) = drawn["throughput_vs_bandwidth"].axes
+    runs = tables["runs"].query("measure == 'timing' and state == 'done'")
+    assert ax.get_ylim()[0] == 0
+    assert ax.get_ylim()[1] >= 1.1 * runs["samples_per_s"].max()
+    assert ax.get_xlim()[0] < synthetic.RATES[0] < synthetic.RATES[-1] < ax.get_xlim()[1]
+
+
 def test_the_heat_maps_hold_step_time_and_paired_speed_up(tables, drawn):
     upper, lower = drawn["bandwidth_vs_bits"].axes
     runs = tables["runs"].query("measure == 'timing' and state == 'done' and rate_mbit == 10")

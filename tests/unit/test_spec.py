@@ -68,7 +68,7 @@ def test_network_id_depends_on_hosts_and_link():
     [
         ({"modle": {}}, ["unknown key 'modle'", "Did you mean 'model'?"]),
         ({"train": {"epoch": 3}}, ["unknown key 'train.epoch'", "Did you mean 'epochs'?"]),
-        ({"network": {"rate_mbit": -1}}, ["network.rate_mbit", "greater than 0"]),
+        ({"network": {"rate_mbit": -1}}, ["network.rate_mbit", "greater than or equal to 0.1"]),
         ({"network": {"rate_mbit": float("inf")}}, ["network.rate_mbit", "finite"]),
         ({"measure": "speed"}, ["measure", "'timing'"]),
         ({"train": {"batch_size": 18}}, ["18", "microbatches 4", "multiple of 4"]),

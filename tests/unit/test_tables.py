@@ -135,10 +135,22 @@ SPANS = [
 ]
 
 
-def frames(steps=STEPS, spans=SPANS, evals=()):
+def transfer(rank, number, frame_bytes, raw_bytes=1000):
+    row = dict.fromkeys(metrics.TRANSFERS)
+    row |= {"run_id": "r", "rank": rank, "step": number, "epoch": 0, "boundary": 0, "messages": 1}
+    row |= {"direction": ("forward", "backward")[rank], "compressor": "none"}
+    return row | {"raw_bytes": raw_bytes, "payload_bytes": frame_bytes, "frame_bytes": frame_bytes}
+
+
+def frames(steps=STEPS, spans=SPANS, evals=(), transfers=()):
     return [
         tables.to_frame(name, shards.to_arrow(name, rows))
-        for name, rows in (("steps", steps), ("spans", spans), ("evals", list(evals)))
+        for name, rows in (
+            ("steps", steps),
+            ("spans", spans),
+            ("evals", list(evals)),
+            ("transfers", list(transfers)),
+        )
     ]
 
 
@@ -207,6 +219,15 @@ def test_a_timing_run_has_a_cold_step_and_no_losses():
     assert found["final_eval_loss"] is None
 
 
+def test_the_measured_ratio_leaves_out_the_steps_that_are_not_measured():
+    sent = [transfer(0, 0, 1010), transfer(1, 0, 1010)]
+    sent += [transfer(rank, number, size) for number in (1, 2, 3) for rank, size in ((0, 100), (1, 300))]
+    found = summarised(transfers=sent)
+    assert found["measured_compression_ratio"] == pytest.approx(6000 / 1200)
+    cold = [row | {"measured": False} for row in STEPS]
+    assert summarised(steps=cold, transfers=sent)["measured_compression_ratio"] is None
+
+
 def test_without_steps_everything_is_empty():
     assert set(summarised(steps=[], spans=[]).values()) == {None}
     assert set(summary.COLUMNS) == set(summarised(steps=[], spans=[]))
@@ -269,6 +290,11 @@ def test_a_done_run_equals_its_rows():
     assert row["raw_bytes"] == 2 * 6 * 4 * synthetic.RAW_BYTES
     assert row["frame_bytes"] == sum(r["frame_bytes"] for r in raw["transfers"])
     assert row["compression_ratio"] == pytest.approx(row["raw_bytes"] / row["frame_bytes"])
+    # The first two steps are cold: there delta sends all in full.
+    warm = [r for r in raw["transfers"] if r["step"] >= 2]
+    expected = sum(r["raw_bytes"] for r in warm) / sum(r["frame_bytes"] for r in warm)
+    assert row["measured_compression_ratio"] == pytest.approx(expected)
+    assert row["measured_compression_ratio"] > 1.2 * row["compression_ratio"]
     assert row["wire_bytes"] == int(1.05 * row["frame_bytes"])
     assert row["measured_rate_mbit"] == pytest.approx(9.98)
     assert row["steps"] == 6
