@@ -1,9 +1,14 @@
 """Fixtures shared by tests that run real training between namespaces."""
 
+import signal
+
 import pytest
 
 from runs import Lab
 from thinpipe.harness.runner import Session
+
+# A suite started in the background inherits an ignored SIGINT, and so would every sweep that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -63,9 +63,10 @@ def wait_until_gone(processes, spaces, limit_s=5.0):
 
 def used_namespaces():
     found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/*"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(link))
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it may end while it is looked at
+            folder = f"/proc/{process}/ns"
+            found |= {os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}
     return found
 
 
