@@ -30,7 +30,7 @@ def make_optimizer(named: Sequence[tuple[str, torch.nn.Parameter]], spec: TrainS
     vectors = [p for _, p in named if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False
+        [g for g in groups if g["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
     )
 
 

@@ -56,7 +56,7 @@ def plain_loop(spec):
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.train.weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=spec.train.lr)
+    optimizer = torch.optim.AdamW(groups, lr=spec.train.lr, fused=True)
     plan = steps.plan(spec, len(data.dataset.train), data.task.epoch_batches)
     pieces = spec.pipeline.microbatches
     losses = []
