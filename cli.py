@@ -195,16 +195,100 @@ def tables(experiment: ExperimentArg, results: ResultsOption = RESULTS, as_json:
 def plot(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="[FIGURE]... EXPERIMENT", help="Figures (default: all), then experiment."),
+        typer.Argument(
+            metavar="[FIGURE]... EXPERIMENT", help="Figures (default: all), then experiment; or: trace RUN_ID."
+        ),
     ],
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw an experiment's figures from its finished runs."""
+    """Draw an experiment's figures from its finished runs, or the trace of one run."""
     from thinpipe.harness import verbs
 
     *figures, experiment = names
     _show(verbs.plot(experiment, results, figures), as_json, _files)
+
+
+@command(app, "trace")
+def trace(
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="A run's id or the beginning of it.")],
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a finished run as a Chrome trace (for Perfetto or chrome://tracing): what each rank did when."""
+    from thinpipe.harness import verbs
+
+    _show(verbs.trace(run_id, results), as_json, _files)
+
+
+@command(app, "fetch-data")
+def fetch_data(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="What to fetch.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch data and weights that no Python package places, checked by hash; without a NAME, list them."""
+    from thinpipe.harness import render, verbs
+
+    _show(verbs.fetch_data(names or []), as_json, render.fetched)
+
+
+@command(app, "pretrain")
+def pretrain(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A known recipe.")] = None,
+    *,
+    overrides: SetOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Here instead of into the cache.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Again, though it is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a small model once, to fine-tune from: model.checkpoint = "pretrained:RECIPE"; without one, list them."""
+    from thinpipe.harness import render, verbs
+
+    _show(verbs.pretrain(recipe, overrides or [], out, force=force), as_json, render.pretrained)
+
+
+@command(app, "partition")
+def partition(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or the name of one on a hub.")],
+    *,
+    stages: Annotated[int, typer.Option("--stages", metavar="N", help="Number of stages.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that is not there yet.")],
+    cuts: Annotated[
+        str | None, typer.Option("--cuts", metavar="I,J,...", help="Blocks that stages begin with.")
+    ] = None,
+    family: Annotated[str | None, typer.Option("--family", metavar="NAME", help="The model plug-in.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut a checkpoint into a file a stage, so that each rank reads its own part only."""
+    from thinpipe.harness import render, verbs
+
+    _show(verbs.partition(model, stages, out, cuts, family), as_json, render.partitioned)
+
+
+@command(app, "merge")
+def merge(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `partition` wrote, or a run's folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that is not there yet.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make one checkpoint of a partition, or of a run's training checkpoint, that transformers loads."""
+    from thinpipe.harness import render, verbs
+
+    _show(verbs.merge(folder, out), as_json, render.merged)
+
+
+@app.command(
+    "train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def train(context: typer.Context) -> None:
+    """AC-SGD's runner: one rank of one run, by AC-SGD's arguments (`thinpipe train --help`)."""
+
+    def verb() -> int:
+        from thinpipe.harness import acsgd
+
+        return acsgd.main(context.args)
+
+    raise typer.Exit(_guarded(verb))
 
 
 @command(net, "script")

@@ -8,6 +8,8 @@ from typing import Any
 
 from thinpipe.harness import regimes
 from thinpipe.harness.errors import RunError
+from thinpipe.harness.models.base import resolve
+from thinpipe.harness.pipeline import partition, placement
 from thinpipe.harness.spec import RunSpec
 
 # Ethernet, IPv4 and TCP with timestamps: what a segment costs above its payload.
@@ -16,28 +18,48 @@ WIRE_TOLERANCE = 0.002
 # A few acknowledgements may leave between reading TCP's counters and the queue's.
 LATE_SEGMENTS = 30
 RUN_QUEUE_LIMIT_PCT = 5.0
+# What a rank reads back of each schedule and optimizer.
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv-zb": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+COMPARED = ("threads", "dtype", "autocast", "seed", "schedule", "optimizer", "exchange")
 
 
 def requested(spec: RunSpec) -> dict[str, Any]:
     """The settings every rank must read back."""
     compressors = {
-        f"{direction}/{boundary}": sorted(regimes.texts(spec, direction, boundary))
+        f"{group}/{direction}/{boundary}": sorted(regimes.texts(spec, direction, boundary))
+        for group in range(spec.data_parallel.groups)
         for direction in regimes.DIRECTIONS
-        for boundary in range(spec.pipeline.stages - 1)
+        for boundary in placement.boundaries(spec.pipeline)
     }
+    parts = partition.split(resolve(spec.model, spec.task), spec.pipeline.stages, spec.pipeline.cuts)
     return {
         "threads": 1,
         "dtype": "float32",
+        "autocast": {"none": "None", "bf16": "bfloat16"}[spec.train.autocast],
         "seed": spec.seed,
-        "schedule": "ScheduleGPipe",
+        "schedule": SCHEDULES[spec.pipeline.schedule],
+        "optimizer": "QuantizedAdam"
+        if spec.data_parallel.exchange == "quantized-adam"
+        else OPTIMIZERS[spec.train.optimizer],
+        "exchange": spec.data_parallel.exchange,
         "compressors": compressors,
+        "stages": {str(part.index): [part.blocks[0], part.blocks[-1]] for part in parts},
     }
 
 
 def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise RunError naming the first setting that a rank reads back otherwise."""
     for rank, found in effective.items():
-        for name in ("threads", "dtype", "seed", "schedule"):
+        for name in COMPARED:
             if found[name] != asked[name]:
                 raise RunError(f"rank {rank}: {name} was to be {asked[name]!r}, but is {found[name]!r}")
         for channel, names in found["compressors"].items():
@@ -46,10 +68,16 @@ def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[s
                     f"rank {rank}, {channel}: the compressors were to be {asked['compressors'].get(channel)}, "
                     f"but are {names}"
                 )
-    there = {channel for found in effective.values() for channel in found["compressors"]}
-    if missing := sorted(set(asked["compressors"]) - there):
-        raise RunError(f"no rank has a channel for {', '.join(missing)}")
-    for name in ("steps", "data"):
+        for stage, blocks in found["stages"].items():
+            if blocks != asked["stages"][stage]:
+                raise RunError(
+                    f"rank {rank}: stage {stage} was to hold blocks {asked['stages'][stage]}, but has {blocks}"
+                )
+    for what, name in (("a channel for", "compressors"), ("stage", "stages")):
+        there = {key for found in effective.values() for key in found[name]}
+        if missing := sorted(set(asked[name]) - there):
+            raise RunError(f"no rank has {what} {', '.join(missing)}")
+    for name in ("steps", "data", "resumed_from"):
         values = {rank: found[name] for rank, found in effective.items()}
         if any(value != values[0] for value in values.values()):
             raise RunError(f"the ranks disagree about their {name}: {values}")
@@ -117,7 +145,7 @@ def fidelity(
     if off:
         flags.append("link-off")
         reasons += [f"link {link['source']} to {link['destination']}: {link['reason']}" for link in off]
-    elif not calibration and spec.pipeline.stages > 1:
+    elif not calibration and spec.world_size > 1:
         flags.append("link-off")
         reasons.append("the links were not calibrated")
     return {"flags": flags, "reasons": reasons}

@@ -48,6 +48,14 @@ class Traffic:
     frame_bytes: int = 0
     samples: dict[str, float] = field(default_factory=dict)
 
+    def add(self, other: Traffic) -> None:
+        """Count another pass of the same step."""
+        self.messages += other.messages
+        self.raw_bytes += other.raw_bytes
+        self.payload_bytes += other.payload_bytes
+        self.frame_bytes += other.frame_bytes
+        self.samples |= other.samples
+
 
 class Channel:
     """One end of one direction of one boundary.
@@ -81,7 +89,9 @@ class Channel:
         self._views = [buffer.numpy().data for buffer in self._buffers]
         self._decoded = [] if sends else [torch.zeros(shape) for _ in range(microbatches)]
         self._works: list[Any] = []
-        self._tag = 2 * boundary + (direction == "backward")
+        # A tag a micro-batch: some schedules send them in another order than they were numbered in.
+        self._tag = (2 * boundary + (direction == "backward")) * microbatches
+        self.offset = 0  # number of the first micro-batch in what is recorded: a step may be several passes
         self.messages = self.bytes = 0  # of the whole run, evaluation included: held against the kernel's counters
 
     def begin_step(
@@ -100,7 +110,8 @@ class Channel:
         self._sampled = training and every > 0 and step % every == 0
         if not self.sends:
             self._works = [
-                dist.irecv(buffer, group=self.group, tag=self._tag, group_src=self.peer) for buffer in self._buffers
+                dist.irecv(buffer, group=self.group, tag=self._tag + i, group_src=self.peer)
+                for i, buffer in enumerate(self._buffers)
             ]
 
     def send(self, i: int, x: torch.Tensor) -> None:
@@ -115,9 +126,11 @@ class Channel:
             if self._watch or active.diagnose:
                 self._after_encode(i, x, ctx, n)
         end = now()
-        self._works.append(dist.isend(self._buffers[i][:total], group=self.group, tag=self._tag, group_dst=self.peer))
-        self.recorder.span("encode", start, end, i, self.direction)
-        self.recorder.span("send", end, now(), i, self.direction)
+        self._works.append(
+            dist.isend(self._buffers[i][:total], group=self.group, tag=self._tag + i, group_dst=self.peer)
+        )
+        self.recorder.span("encode", start, end, self.offset + i, self.direction, boundary=self.boundary)
+        self.recorder.span("send", end, now(), self.offset + i, self.direction, boundary=self.boundary)
         self._count(x.numel(), n, total)
 
     def receive(self, i: int) -> torch.Tensor:
@@ -136,8 +149,8 @@ class Channel:
             check_decoded(x, self._active)
             for memory in self._watch:
                 memory.observe(x, ctx)
-        self.recorder.span("wait_receive", start, arrived, i, self.direction)
-        self.recorder.span("decode", arrived, now(), i, self.direction)
+        self.recorder.span("wait_receive", start, arrived, self.offset + i, self.direction, boundary=self.boundary)
+        self.recorder.span("decode", arrived, now(), self.offset + i, self.direction, boundary=self.boundary)
         self.messages += 1
         self.bytes += frame.HEADER_BYTES + length
         self._received += 1
@@ -149,7 +162,7 @@ class Channel:
             start = now()
             for i, work in enumerate(self._works):
                 self._wait(work, i)
-            self.recorder.span("wait_send", start, now(), -1, self.direction)
+            self.recorder.span("wait_send", start, now(), -1, self.direction, boundary=self.boundary)
         else:
             assert self._received == len(self._works), "a posted receive was never taken"
         self._works = []

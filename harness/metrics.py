@@ -33,8 +33,11 @@ PHASES = (
     "wait_send",  # blocked until a frame had left
     "send",  # a frame handed to the network: only its start counts
     "optimizer",
-    "sync",  # what crosses between ranks besides frames: clip norms
+    "sync",  # what crosses between ranks besides frames: clip norms, gradients of shared weights and data groups
 )
+
+# What an evaluation may be scored by besides its loss; a task's `score` gives some of them.
+SCORES = ("accuracy", "matthews", "f1")
 
 KEYS: dict[str, Column] = {
     "run_id": Column(str, "", "12 hex digits, hash of the spec"),
@@ -52,9 +55,10 @@ RUNS: dict[str, Column] = {
     "measure": Column(str, "", "convergence, timing or full"),
     "model": Column(str, "", "plug-in and preset or checkpoint"),
     "task": Column(str, "", "plug-in and corpus"),
-    "stages": Column(int, "", "pipeline stages = ranks = hosts"),
+    "stages": Column(int, "", "pipeline stages"),
+    "groups": Column(int, "", "data-parallel groups: pipelines side by side"),
     "microbatches": Column(int, "", "micro-batches a batch"),
-    "batch_size": Column(int, "sequences", "macro batch"),
+    "batch_size": Column(int, "samples", "samples of an optimizer step"),
     "forward": Column(str, "", "compressor of activations after any warm-up, canonical text"),
     "backward": Column(str, "", "compressor of activation gradients after any warm-up"),
     "forward_bits": Column(float, "bit", "bits as configured of the forward codec (32 for none)", True),
@@ -74,11 +78,19 @@ RUNS: dict[str, Column] = {
     "idle_s": Column(float, "s", "median a step, mean over ranks: the rest (bubble, synchronisation)", True),
     "final_train_loss": Column(float, "nat", "mean training loss of the last epoch", True),
     "final_eval_loss": Column(float, "nat", "held-out loss at the last evaluation", True),
+    "final_accuracy": Column(float, "", "accuracy at the last evaluation", True),
+    "final_matthews": Column(float, "", "Matthews correlation at the last evaluation", True),
+    "final_f1": Column(float, "", "F1 at the last evaluation", True),
+    "predicted_memory_mib": Column(float, "MiB", "predicted peak memory of the largest rank over its imports", True),
+    "peak_memory_mib": Column(float, "MiB", "measured peak resident memory of the largest rank over its imports", True),
     "raw_bytes": Column(int, "B", "4 B an element of every tensor that crossed, training steps"),
     "payload_bytes": Column(int, "B", "what the compressors wrote, training steps"),
     "frame_bytes": Column(int, "B", "payload and header, training steps"),
     "wire_bytes": Column(int, "B", "leaf-qdisc counters of all hosts over the whole run, evaluation included", True),
-    "sync_bytes": Column(int, "B", "TCP bytes of everything else between ranks", True),
+    "sync_bytes": Column(
+        int, "B", "TCP bytes of everything else between ranks; of a resumed run, since it was resumed", True
+    ),
+    "data_bytes": Column(int, "B", "the part of sync_bytes that averages gradients between data groups", True),
     "compression_ratio": Column(float, "", "raw_bytes / frame_bytes", True),
     "measured_compression_ratio": Column(float, "", "raw bytes / frame bytes of the measured steps", True),
     "run_queue_pct": Column(
@@ -137,18 +149,25 @@ EVALS: dict[str, Column] = {
     "step": Column(int, "", "optimizer steps completed"),
     "t_s": Column(float, "s", "training time so far: the sum of step_time_s, evaluation excluded"),
     "evaluation": Column(str, "", "off or codec: how the boundary was compressed"),
-    "eval_loss": Column(float, "nat", "mean held-out loss a token"),
-    "perplexity": Column(float, "", "exp(eval_loss)"),
-    "sequences": Column(int, "", "held-out sequences scored"),
+    "eval_loss": Column(float, "nat", "mean held-out loss: a token's, or a sample's of a classification"),
+    "perplexity": Column(float, "", "exp(eval_loss), language modelling only", True),
+    "accuracy": Column(float, "", "share of held-out samples classified right", True),
+    "matthews": Column(float, "", "Matthews correlation coefficient of the held-out predictions", True),
+    "f1": Column(
+        float, "", "F1 of the held-out predictions: of class 1 where there are two, else the classes' mean", True
+    ),
+    "sequences": Column(int, "", "held-out samples scored"),
 }
 
 SPANS: dict[str, Column] = {
     **KEYS,
     "rank": Column(int, "", "global rank"),
     "step": Column(int, "", "optimizer step from 0"),
-    "microbatch": Column(int, "", "micro-batch from 0, -1 where none"),
+    "microbatch": Column(int, "", "micro-batch from 0, counted through the passes of a step; -1 where none"),
     "phase": Column(str, "", "one of PHASES"),
     "direction": Column(str, "", "forward or backward, empty where neither", True),
+    "boundary": Column(int, "", "the boundary a frame crosses, 0 = between stages 0 and 1; empty where none", True),
+    "stage": Column(int, "", "the stage that computed; empty in other phases", True),
     "start_s": Column(float, "s", "CLOCK_MONOTONIC"),
     "end_s": Column(float, "s", "CLOCK_MONOTONIC"),
 }

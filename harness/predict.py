@@ -5,9 +5,9 @@ thing, forward and backward in turn:
 
     step_s     = overhead + sum over both directions of
                  (M + S - 1) * max(compute_s, transfer_s) + (S - 1) * delay_s
-    compute_s  = (2 forward, 4 backward) * parameters a stage * tokens a micro-batch / FLOPS
-                 * (S / cores where there are fewer cores than stages)
-    transfer_s = elements a micro-batch * bits / rate
+    compute_s  = (2 forward, 4 backward) * multiply-adds of the largest stage * samples a micro-batch / FLOPS
+                 * (ranks / cores where there are fewer cores than ranks), one forward more with recomputation
+    transfer_s = elements of the widest boundary * bits / rate
 
 An estimate, good to a factor of about two; measured times of the same cell replace it as soon as there are
 any.
@@ -18,10 +18,12 @@ any.
 
 from __future__ import annotations
 
+import math
 import os
 
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.models.base import resolve
+from thinpipe.harness.pipeline import partition
 from thinpipe.harness.regimes import DIRECTIONS, Direction, final_epoch, last_change
 from thinpipe.harness.spec import RunSpec, TaskSpec
 
@@ -53,15 +55,17 @@ def steps(spec: RunSpec) -> int:
 
 
 def elements(spec: RunSpec) -> int:
-    """Elements that cross one boundary, one way, for one micro-batch."""
-    rows = spec.train.batch_size // spec.pipeline.microbatches
-    return rows * spec.task.sequence_length * resolve(spec.model, spec.task).width
+    """Elements that cross the widest boundary, one way, for one micro-batch."""
+    shape = resolve(spec.model, spec.task)
+    parts = partition.split(shape, spec.pipeline.stages, spec.pipeline.cuts)
+    return spec.microbatch_size * max((math.prod(shape.boundaries[part.blocks[-1]]) for part in parts[:-1]), default=0)
 
 
 def step_s(spec: RunSpec, epoch: int, *, first_visit: bool) -> float:
     """Seconds of one training step in `epoch`; first_visit: of samples that no memory has seen."""
     forward, backward = (_bits(spec, direction, epoch, first_visit) for direction in DIRECTIONS)
-    return STEP_OVERHEAD_S + _phase_s(spec, 2, forward) + _phase_s(spec, 4, backward)
+    again = 2 if spec.train.recompute else 0
+    return STEP_OVERHEAD_S + spec.train.accumulate * (_phase_s(spec, 2, forward) + _phase_s(spec, 4 + again, backward))
 
 
 def longest_silence_s(spec: RunSpec) -> float:
@@ -89,11 +93,11 @@ def _training_s(spec: RunSpec) -> float:
 def _steps_per_epoch(spec: RunSpec) -> int:
     # The corpus decides where num_sequences is open; its default stands in.
     count = spec.task.num_sequences or TaskSpec().num_sequences or 1
-    return max(1, count // spec.train.batch_size)
+    return max(1, min(count // spec.train.batch_size, spec.train.max_steps_per_epoch or count))
 
 
 def _evaluation_s(spec: RunSpec) -> float:
-    batches = -(-spec.task.num_eval_sequences // spec.train.batch_size)
+    batches = -(-spec.task.num_eval_sequences // (spec.microbatch_size * spec.pipeline.microbatches))
     return batches * sum(_evaluation_batch_s(spec, epoch) for epoch in _evaluated(spec))
 
 
@@ -115,10 +119,10 @@ def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
     """Seconds for all micro-batches to pass all stages in one direction."""
     stages, pieces = spec.pipeline.stages, spec.pipeline.microbatches
     shape = resolve(spec.model, spec.task)
-    tokens = spec.train.batch_size // pieces * spec.task.sequence_length
-    parameters = (sum(shape.parameters_per_block) + shape.parameters_head) / stages
-    crowding = max(1.0, stages / (os.cpu_count() or 1))
-    compute = operations * parameters * tokens / FLOPS * crowding
+    parts = partition.split(shape, stages, spec.pipeline.cuts)
+    costs = [sum(shape.flops_per_block[i] for i in part.blocks) + part.last * shape.flops_head for part in parts]
+    crowding = max(1.0, spec.world_size / (os.cpu_count() or 1))
+    compute = operations * max(costs) * spec.microbatch_size / FLOPS * crowding
     if stages == 1:
         return pieces * compute
     rate = spec.network.rate_mbit

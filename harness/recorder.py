@@ -30,7 +30,17 @@ class Recorder:
         self._sums: dict[str, float] = defaultdict(float)
         self._file = path.open("a", encoding="utf-8") if path else None
 
-    def span(self, phase: str, start: float, end: float, microbatch: int = -1, direction: str | None = None) -> None:
+    def span(
+        self,
+        phase: str,
+        start: float,
+        end: float,
+        microbatch: int = -1,
+        direction: str | None = None,
+        *,
+        boundary: int | None = None,
+        stage: int | None = None,
+    ) -> None:
         """Note that this rank spent `start` to `end` (CLOCK_MONOTONIC seconds) in `phase`, waits included."""
         self._sums[phase] += end - start
         if self.keep_spans:
@@ -42,6 +52,8 @@ class Recorder:
                     "microbatch": microbatch,
                     "phase": phase,
                     "direction": direction,
+                    "boundary": boundary,
+                    "stage": stage,
                     "start_s": start,
                     "end_s": end,
                 }
@@ -64,6 +76,16 @@ class Recorder:
         self.rows[table].append(row)
         if self._file:
             self._file.write(json.dumps({"table": table, **row}) + "\n")
+
+    def restore(self, rows: dict[str, list[dict[str, Any]]]) -> None:
+        """Go on from a checkpoint's rows: those written after it are dropped from the JSON lines too."""
+        self.rows = {name: list(rows.get(name, ())) for name in self.rows}
+        if self._file:
+            self._file.seek(0)
+            self._file.truncate()
+            for table, kept in self.rows.items():
+                for row in kept if table != "spans" else ():
+                    self._file.write(json.dumps({"table": table, **row}) + "\n")
 
     def flush(self) -> None:
         if self._file:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.harness.metrics import SCORES
 from thinpipe.harness.progress import duration
 from thinpipe.harness.views import flat
 
@@ -54,6 +55,7 @@ def plan(data: Mapping[str, Any]) -> None:
 def cells(data: Sequence[Mapping[str, Any]]) -> None:
     """The results table: one row a cell; a column of settings where cells of one part and arm differ in any."""
     varied = any(cell["varies"] for cell in data)
+    scores = [name for name in (f"final_{score}" for score in SCORES) if any(cell[name] is not None for cell in data)]
     rows = [
         [
             cell["part"],
@@ -65,6 +67,7 @@ def cells(data: Sequence[Mapping[str, Any]]) -> None:
             _ratio(cell["measured_compression_ratio"]),
             _loss(cell, "final_train_loss"),
             _loss(cell, "final_eval_loss"),
+            *(_loss(cell, name) for name in scores),
             f"{cell['seeds']}/{cell['of']}",
             ", ".join([*cell["states"], *cell["flags"]]),
         ]
@@ -80,6 +83,7 @@ def cells(data: Sequence[Mapping[str, Any]]) -> None:
         "ratio",
         "training loss",
         "held-out loss",
+        *(name.removeprefix("final_") for name in scores),
         "seeds",
         "",
     ]
@@ -216,3 +220,32 @@ def _loss(cell: Mapping[str, Any], name: str) -> str:
     if mean is None:
         return ""
     return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
+
+
+def fetched(data: Sequence[Mapping[str, Any]]) -> None:
+    """What there is to fetch, and where it is."""
+    rows = [[d["name"], d["purpose"], d["licence"], f"{d['download_mb']} MB", d["path"] or "not here"] for d in data]
+    _table(["name", "purpose", "licence", "download", "folder"], rows)
+
+
+def pretrained(data: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """The recipes, or what one has made."""
+    for item in [data] if isinstance(data, Mapping) else data:
+        for key, value in item.items():
+            _line(f"{key}: {_word(value)}")
+
+
+def partitioned(data: Mapping[str, Any]) -> None:
+    """The files of a partition."""
+    rows = [[f["file"], _word(f["blocks"]), f["tensors"], f"{f['bytes'] / 2**20:.1f} MiB"] for f in data["files"]]
+    _table(["file", "blocks", "tensors", "size"], rows)
+    for name, why in (("fresh", "not in the checkpoint, to be drawn at random"), ("unused", "not in the model")):
+        if data.get(name):
+            _line(f"{why}: {_word(data[name])}")
+    _line(f"wrote {data['out']}")
+
+
+def merged(data: Mapping[str, Any]) -> None:
+    """What a merge wrote."""
+    for key, value in data.items():
+        _line(f"{key}: {_word(value)}")

@@ -13,7 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,14 @@ Progress = Callable[[int, int], None]
 
 
 def topology_of(spec: RunSpec) -> Topology:
-    """Every pair of hosts is joined by the run's link: neighbours exchange frames, all exchange clip norms."""
-    return Topology.mesh(spec.pipeline.stages, link_of(spec.network))
+    """Every pair of hosts is joined by the run's link: neighbours exchange frames, all exchange clip norms. Hosts of
+    one data group (the same place in every pipeline) by data_parallel.rate_mbit, where it is set."""
+    ranks, rate = spec.pipeline.ranks, spec.data_parallel.rate_mbit
+    mesh = Topology.mesh(spec.world_size, link_of(spec.network))
+    if rate is None:
+        return mesh
+    within = {(i, j): replace(link, rate_mbit=rate) for (i, j), link in mesh.links.items() if i % ranks == j % ranks}
+    return Topology(mesh.hosts, {**mesh.links, **within})
 
 
 def link_of(network: NetworkSpec) -> LinkSpec:
@@ -91,7 +97,7 @@ class Session:
         for spec in specs:
             if spec.network_id not in networks:
                 networks.add(spec.network_id)
-                self._reachable(spec.network.rate_mbit)
+                self._reachable(max(spec.network.rate_mbit or 0.0, spec.data_parallel.rate_mbit or 0.0) or None)
                 self._buildable(spec)
             key = f"{spec.train_id}/{spec.measure}"
             if key not in trained:
@@ -172,6 +178,7 @@ class Run:
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     wire_bytes: int | None = None
+    resumed_from: int = 0
     detail: str | None = None
 
     def execute(self) -> None:
@@ -182,7 +189,7 @@ class Run:
         with lab_context as lab:
             self.manifest["network"] = lab.info | {"topology": topology_to_json(topology)}
             with self._phase("calibrate_s"):
-                if self.spec.pipeline.stages > 1:
+                if self.spec.world_size > 1:
                     self.calibration = self.session.calibration(self.spec, lab)
                     self.manifest["network"]["calibration"] = self.calibration
             with self._phase("launch_s"):
@@ -216,9 +223,9 @@ class Run:
             "rendezvous": str(rendezvous.resolve()),
             "limit_s": limit_s,
         }
-        for rank in range(self.spec.pipeline.stages):
+        for rank in range(self.spec.world_size):
             log = self.run_dir / f"rank{rank}.log"
-            self.session.launcher.start_rank(lab, rank, self.spec.pipeline.stages, args, log)
+            self.session.launcher.start_rank(lab, rank, self.spec.world_size, args, log)
             self.steps[rank] = 0
 
     def _tell(self, lab: Any, message: dict[str, Any]) -> None:
@@ -252,7 +259,7 @@ class Run:
                 raise self._failure(lab, kind, message)
             if message["type"] == "progress":
                 self.steps[rank] = message["step"]
-                if rank == len(self.steps) - 1:
+                if rank == 0:
                     self.progress(message["step"], message["steps"])
             elif message["type"] == kind:
                 got[rank] = message
@@ -284,9 +291,10 @@ class Run:
         requested = audit.requested(self.spec)
         self.manifest |= {"requested": requested, "effective": {f"rank{r}": e for r, e in effective.items()}}
         audit.compare_settings(requested, effective)
+        self.resumed_from = effective[0]["resumed_from"]
 
     def _verify_bytes(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-        if self.spec.pipeline.stages == 1:
+        if self.spec.world_size == 1:
             self.wire_bytes = 0
             return
         audit.compare_digests(self.done)
@@ -294,15 +302,31 @@ class Run:
         self.wire_bytes = sum(per_host.values())
         self.manifest["bytes"] = audit.compare_bytes(per_host, self.done)
 
+    def _memory(self, reports: list[dict[str, Any]]) -> dict[str, float | None]:
+        """Of the largest rank, in MiB: predicted before the start, and measured."""
+        of = {
+            name: max((report[f"{name}_memory_bytes"] for report in reports), default=None)
+            for name in ("predicted", "peak")
+        }
+        return {f"{name}_memory_mib": None if value is None else value / 2**20 for name, value in of.items()}
+
     def summary(self) -> dict[str, Any]:
         """The part of status.json that the run measured."""
         reports = list(self.done.values())
-        names = ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes")
+        names = ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes", "data_bytes", "shared_bytes")
         totals = {name: sum(int(r.get(name, 0)) for r in reports) if reports else None for name in names}
         queue = max((r["run_queue_pct"] for r in reports if r["run_queue_pct"] is not None), default=None)
         return {
             "fidelity": audit.fidelity(self.spec, queue, self.calibration),
-            "totals": totals | {"steps": max(self.steps.values(), default=0), "wire_bytes": self.wire_bytes},
+            "totals": totals
+            | {
+                "steps": max(self.steps.values(), default=0),
+                # What was sent before a run was resumed is in no counter any more.
+                "wire_bytes": None if self.resumed_from else self.wire_bytes,
+            },
+            "resumed_from": self.resumed_from,
+            "parameters": [report["parameters_digest"] for _, report in sorted(self.done.items())],
+            "memory": self._memory(reports),
             "links": audit.worst_link(self.calibration),
             "run_queue_pct": queue,
             "phases_s": self.phases,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError, near_miss
+
+# Parts of a run that change nothing it measures, so neither an id.
+NO_NUMBERS = ("checkpoint", "trace")
 
 
 class Part(BaseModel):
@@ -33,16 +37,34 @@ def setting(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
 
 
 class ModelSpec(Part):
-    """Which model, at which size. layers, width, heads override the preset; a checkpoint fixes its own sizes."""
+    """Which model, at which size. layers, width, heads override the preset; a checkpoint fixes its own sizes.
+
+    Dropout is off unless asked for: an activation that differs at every visit is what a delta memory would have to
+    send. `dropout_masks = "sample"` keys each mask by sample and place, so that a sample meets the same one each time.
+    """
 
     name: str = setting("gpt2", "the model plug-in: `thinpipe list models`")
     preset: str = setting(
         "tiny", "a size by name, e.g. `micro`, `tiny` or `small` of gpt2; leave it out beside a checkpoint"
     )
-    checkpoint: str | None = setting(None, "a local folder (config.json, *.safetensors); none = random weights")
+    checkpoint: str | None = setting(
+        None,
+        "a local folder (config.json, *.safetensors, or what `thinpipe partition` wrote) or the name of a model "
+        "on a hub; none = random weights",
+    )
     layers: int | None = setting(None, "blocks; none = as the preset says", ge=1)
     width: int | None = setting(None, "elements of a token's activation; none = as the preset says", ge=8)
     heads: int | None = setting(None, "attention heads, which must divide the width; none = as the preset says", ge=1)
+    shared: Literal["auto", "copies", "frozen", "summed"] = setting(
+        "auto",
+        "what becomes of a parameter that several stages use (a tied head, relative position embeddings): `copies` "
+        "trained apart, `frozen` copies, or `summed` gradients (exact; costs an exchange every step); auto = the "
+        "model's usual one: `thinpipe list models`",
+    )
+    dropout: float = setting(0.0, "probability of each dropout of the model", ge=0, lt=1)
+    dropout_masks: Literal["sample", "step"] = setting(
+        "sample", "whether a sample meets the same dropout masks at each visit, or others at each step"
+    )
 
 
 class TaskSpec(Part):
@@ -50,20 +72,73 @@ class TaskSpec(Part):
 
     name: str = setting("lm", "the task plug-in: `thinpipe list tasks`")
     corpus: str = setting(
-        "pydoc", "a text the task knows (`pydoc`, `shakespeare`) or the path of a UTF-8 file", min_length=1
+        "pydoc",
+        "a data set the task knows (`thinpipe list tasks`), the path of one's own (lm: UTF-8 text; classify: CSV, TSV "
+        "or JSONL; image: a folder with a folder a class), or a folder saved by `datasets`",
+        min_length=1,
     )
-    vocab_size: int = setting(1024, "size of the vocabulary trained on the corpus", "tokens", ge=300)
-    sequence_length: int = setting(64, "length of a sequence", "tokens", ge=2)
-    num_sequences: int | None = setting(256, "sequences to train on; none = all there are", "sequences", ge=1)
-    num_eval_sequences: int = setting(64, "sequences held out and evaluated on", "sequences", ge=0)
+    tokenizer: str | None = setting(
+        None,
+        "a folder or hub name of a Hugging Face tokenizer; `checkpoint` = the one beside model.checkpoint; none = "
+        "trained on the corpus",
+    )
+    vocab_size: int = setting(
+        1024, "size of the vocabulary trained on the corpus; beside a tokenizer at least its size", "tokens", ge=300
+    )
+    sequence_length: int = setting(64, "length of a sequence (image: no effect)", "tokens", ge=2)
+    num_sequences: int | None = setting(256, "samples to train on; none = all there are", "samples", ge=1)
+    num_eval_sequences: int = setting(64, "samples held out and evaluated on", "samples", ge=0)
+    num_labels: int | None = setting(
+        None, "classes of a classification; none = as the known data set has", "classes", ge=2, le=100_000
+    )
+    augment: Literal["none", "sample", "variant"] = setting(
+        "none",
+        "image: random crop and flip; `sample` draws once a sample, `variant` one of `variants` an epoch, each with an "
+        "identity of its own for memories keyed by sample",
+    )
+    variants: int = setting(4, "augmented variants of a sample (augment = `variant`)", ge=2, le=64)
 
 
 class PipelineSpec(Part):
     """How the model is cut, and a batch with it."""
 
-    stages: int = setting(2, "pieces of the model: one rank and one host each", ge=1, le=64)
+    stages: int = setting(
+        2, "pieces of the model; one rank and one host each, unless stages_per_rank says more", ge=1, le=64
+    )
     microbatches: int = setting(4, "equal pieces a batch is cut into", ge=1)
-    schedule: Literal["gpipe"] = setting("gpipe", "order of the micro-batches: all forward, then all backward")
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zbv-zb", "dualpipev"] = (
+        setting(
+            "gpipe",
+            "order of the micro-batches, by torch.distributed.pipelining: `gpipe` all forward, then all backward; "
+            "those after `1f1b` need stages_per_rank of 2 or more",
+        )
+    )
+    stages_per_rank: int = setting(1, "stages a rank holds (interleaved and V-shaped schedules)", ge=1, le=16)
+    cuts: tuple[int, ...] | None = setting(
+        None,
+        "the blocks that stages 1, 2, ... begin with; none = balanced by estimated time, head and embedding counted",
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return self.stages // self.stages_per_rank
+
+
+class DataParallelSpec(Part):
+    """Whole pipelines side by side, each on samples of its own; world size = ranks of a pipeline x groups."""
+
+    groups: int = setting(1, "pipelines", ge=1, le=64)
+    exchange: Literal["none", "fp16", "bf16", "powersgd", "quantized-adam"] = setting(
+        "none",
+        "how gradients are averaged between the groups: in full, by DDP's fp16, bf16 or PowerSGD hook, or AC-SGD's "
+        "quantised momentum (`quantized-adam`: after compression.warmup_epochs)",
+    )
+    bits: int = setting(8, "quantized-adam: bits of an exchanged momentum", "bit", ge=2, le=8)
+    matrix_rank: int = setting(2, "powersgd: rank of the approximation", ge=1, le=64)
+    rate_mbit: float | None = setting(
+        None, "rate of the links inside a data group; none = network.rate_mbit", "Mbit/s", ge=0.1, le=40_000
+    )
 
 
 class Rule(Part):
@@ -118,27 +193,85 @@ class NetworkSpec(Part):
     )
 
 
+# What AC-SGD's code does: micro-batch losses are not divided by their number, and each stage clips by its own norm.
+TRAIN_PRESETS: dict[str, dict[str, Any]] = {
+    "acsgd": {"loss_scaling": "sum", "clip_scope": "stage", "clip_norm": 1.0, "weight_decay": 0.01},
+}
+
+
 class TrainSpec(Part):
-    """Optimisation: AdamW; the learning rate rises linearly over `warmup_steps`, then falls linearly to 0.
+    """Optimisation: the learning rate rises linearly over `warmup_steps`, then follows its schedule.
 
     It reaches 0 at the end of the steps that are planned: epochs x steps an epoch, or `max_steps` where that is less
-    (a shorter run is another schedule, not a piece of the longer one); in a timing run at the end of its passes. A
-    warm-up longer than the run is shortened to the run less its last step.
+    (a shorter run is another schedule, not a piece of the longer one), or `lr_epochs`; in a timing run at the end of
+    its passes. A warm-up longer than the run is shortened to the run less its last step.
     """
 
+    preset: Literal["acsgd"] | None = setting(
+        None, "fills in loss_scaling, clip_scope, clip_norm and weight_decay as a published system has them"
+    )
     epochs: int = setting(12, "passes over the training sequences (timing runs: no effect)", "epochs", ge=1, le=10_000)
     max_steps: int | None = setting(
         None, "end after this many optimizer steps; none = at the last epoch's end", "steps", ge=1, le=10_000_000
     )
-    batch_size: int = setting(16, "sequences of an optimizer step, all micro-batches together", "sequences", ge=1)
+    max_steps_per_epoch: int | None = setting(
+        None, "end each epoch after this many optimizer steps; none = when its samples are through", "steps", ge=1
+    )
+    batch_size: int = setting(
+        16, "samples of an optimizer step: all micro-batches, passes and data groups together", "samples", ge=1
+    )
+    accumulate: int = setting(
+        1, "passes through the pipeline an optimizer step is summed over, each of batch_size / accumulate", ge=1
+    )
+    optimizer: Literal["adamw", "sgd"] = setting("adamw", "the optimizer")
     lr: float = setting(3e-3, "the largest learning rate, at the end of the warm-up", gt=0)
+    lr_schedule: Literal["linear", "cosine", "constant"] = setting(
+        "linear", "how the learning rate falls to 0, if it does"
+    )
+    lr_epochs: int | None = setting(
+        None,
+        "epochs the schedule is laid out for (T_max), though the run may end earlier; none = the run's",
+        "epochs",
+        ge=1,
+    )
+    lr_update: Literal["step", "epoch"] = setting("step", "how often the schedule moves on")
     warmup_steps: int = setting(20, "steps over which the learning rate rises from 0", "steps", ge=0)
-    weight_decay: float = setting(0.01, "AdamW's, on matrices only", ge=0)
+    weight_decay: float = setting(0.01, "adamw: on matrices only; sgd: on all, as torch's", ge=0)
     beta1: float = setting(0.9, "AdamW's", ge=0, lt=1)
     beta2: float = setting(0.999, "AdamW's", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's", gt=0)
-    clip_norm: float | None = setting(1.0, "largest global norm of the gradient; none = not clipped", gt=0)
+    momentum: float = setting(0.9, "SGD's", ge=0, lt=1)
+    clip_norm: float | None = setting(1.0, "largest norm of the gradient; none = not clipped", gt=0)
+    clip_scope: Literal["global", "stage"] = setting("global", "the norm of all stages together, or of each by itself")
+    loss_scaling: Literal["mean", "sum"] = setting(
+        "mean", "whether a step's gradient is the mean or the sum of its micro-batches'"
+    )
+    autocast: Literal["none", "bf16"] = setting(
+        "none", "`bf16`: matrix products in bfloat16; parameters, loss and boundary tensors stay float32"
+    )
+    recompute: bool = setting(
+        False, "recompute a block's activations in the backward pass; codecs run once all the same"
+    )
     evaluate_every: int = setting(1, "evaluate after so many epochs, and after the last; 0 = never", "epochs", ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("preset") in TRAIN_PRESETS:
+            return {**TRAIN_PRESETS[data["preset"]], **data}
+        return data
+
+
+class CheckpointSpec(Part):
+    """Training checkpoints. They change no number, so no id either."""
+
+    every: int | None = setting(
+        None,
+        "save the whole state of training after so many steps; a run that was killed goes on from the last",
+        "steps",
+        ge=1,
+    )
+    keep: bool = setting(False, "keep the last checkpoint when the run is done")
 
 
 class TimingSpec(Part):
@@ -164,8 +297,11 @@ class RunSpec(Part):
     pipeline: PipelineSpec = PipelineSpec()
     compression: CompressionSpec = CompressionSpec()
     network: NetworkSpec = NetworkSpec()
+    data_parallel: DataParallelSpec = DataParallelSpec()
     train: TrainSpec = TrainSpec()
     timing: TimingSpec = TimingSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    trace: bool = setting(False, "also write the run as a Chrome trace, `trace.json` in its folder; changes no id")
     seed: int = setting(0, "seed of weights, data order and stochastic rounding; listed in `seeds`", ge=0, lt=2**32)
     measure: Literal["convergence", "timing", "full"] = setting(
         "convergence", "what the run is for: its loss curve, its step times, or both at once"
@@ -183,13 +319,10 @@ class RunSpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        batch, pieces = self.train.batch_size, self.pipeline.microbatches
-        if batch % pieces:
-            raise ValueError(
-                f"train.batch_size {batch} cannot be cut into pipeline.microbatches {pieces} equal pieces; "
-                f"choose a multiple of {pieces}"
-            )
-        count = self.task.num_sequences
+        self._whole_pieces()
+        self._whole_stages()
+        self._used_settings()
+        count, batch = self.task.num_sequences, self.train.batch_size
         if count is not None and count < batch:
             raise ValueError(f"task.num_sequences {count} is less than one batch (train.batch_size {batch})")
         for direction in ("forward", "backward"):
@@ -201,6 +334,61 @@ class RunSpec(Part):
                     )
                 self._comes_into_force(direction, rule)
         return self
+
+    def _whole_pieces(self) -> None:
+        parts = {
+            "pipeline.microbatches": self.pipeline.microbatches,
+            "train.accumulate": self.train.accumulate,
+            "data_parallel.groups": self.data_parallel.groups,
+        }
+        total = math.prod(parts.values())
+        if self.train.batch_size % total:
+            shown = " x ".join(f"{name} {value}" for name, value in parts.items() if value > 1)
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} cannot be cut into {shown} equal pieces; "
+                f"choose a multiple of {total}"
+            )
+
+    def _whole_stages(self) -> None:
+        pipe = self.pipeline
+        if pipe.stages % pipe.stages_per_rank:
+            raise ValueError(
+                f"pipeline.stages {pipe.stages} cannot be shared out, pipeline.stages_per_rank "
+                f"{pipe.stages_per_rank} each; choose a multiple of it"
+            )
+        several = pipe.schedule not in ("gpipe", "1f1b")
+        if several != (pipe.stages_per_rank > 1):
+            need = "needs pipeline.stages_per_rank of 2 or more" if several else "has one stage a rank"
+            raise ValueError(f"pipeline.schedule {pipe.schedule!r} {need}, not {pipe.stages_per_rank}")
+        if pipe.cuts is not None and (
+            len(pipe.cuts) != pipe.stages - 1
+            or list(pipe.cuts) != sorted(set(pipe.cuts))
+            or min(pipe.cuts, default=1) < 1
+        ):
+            raise ValueError(
+                f"pipeline.cuts {list(pipe.cuts)} does not give {pipe.stages} stages: it takes "
+                f"{pipe.stages - 1} rising numbers of blocks, the first at least 1"
+            )
+
+    def _used_settings(self) -> None:
+        """Refuse what would have no effect: it was meant to have one."""
+        train, parallel = self.train, self.data_parallel
+        if parallel.groups == 1:
+            for name in ("exchange", "rate_mbit"):
+                if getattr(parallel, name) != type(parallel).model_fields[name].default:
+                    raise ValueError(f"data_parallel.{name} has no effect with one group; set data_parallel.groups")
+        if parallel.exchange == "quantized-adam":
+            if train.optimizer != "adamw":
+                raise ValueError(
+                    'data_parallel.exchange "quantized-adam" is a form of Adam: set train.optimizer "adamw"'
+                )
+            if not self.compression.warmup_epochs:
+                raise ValueError(
+                    'data_parallel.exchange "quantized-adam" takes its frozen second moment from the warm-up: '
+                    "set compression.warmup_epochs to 1 or more"
+                )
+        if train.lr_epochs is not None and train.lr_schedule == "constant":
+            raise ValueError('train.lr_epochs has no effect on train.lr_schedule "constant"')
 
     def _comes_into_force(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
         """Refuse a rule that begins after the run's end: its arm would be another method than its label says."""
@@ -223,7 +411,22 @@ class RunSpec(Part):
     def steps_per_epoch(self) -> int | None:
         """Full batches in an epoch (the incomplete last one is left out), None where the corpus decides."""
         count = self.task.num_sequences
-        return None if count is None else count // self.train.batch_size
+        if count is None:
+            return None
+        groups = self.data_parallel.groups
+        steps = count // groups // (self.train.batch_size // groups)
+        return min(steps, self.train.max_steps_per_epoch or steps)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, and so hosts: pipelines side by side."""
+        return self.pipeline.ranks * self.data_parallel.groups
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of one micro-batch."""
+        pieces = self.pipeline.microbatches * self.train.accumulate * self.data_parallel.groups
+        return self.train.batch_size // pieces
 
     @property
     def planned_epochs(self) -> int:
@@ -250,26 +453,31 @@ class RunSpec(Part):
     @property
     def run_id(self) -> str:
         """12 hex digits that name this run."""
-        return _digest(self.canonical(), self.plugin_versions())
+        return _digest(self.canonical(exclude=NO_NUMBERS), self.plugin_versions())
 
     def is_run(self, run_id: str, versions: Mapping[str, int]) -> bool:
         """Whether `run_id` names this spec with plug-ins of these versions."""
-        return _digest(self.canonical(), versions) == run_id
+        return _digest(self.canonical(exclude=NO_NUMBERS), versions) == run_id
 
     @property
     def train_id(self) -> str:
         """12 hex digits that name what the loss curve depends on: all but network, measure and timing."""
-        return _digest(self.canonical(exclude=("network", "measure", "timing")), self.plugin_versions())
+        left_out = ("network", "measure", "timing", *NO_NUMBERS)
+        data = self.canonical(exclude=left_out)
+        parallel = {key: value for key, value in data.pop("data_parallel", {}).items() if key != "rate_mbit"}
+        return _digest({**data, **({"data_parallel": parallel} if parallel else {})}, self.plugin_versions())
 
     @property
     def cell_id(self) -> str:
         """12 hex digits that name everything but the seed: the runs of a cell share it."""
-        return _digest({"cell": self.canonical(exclude=("seed",))}, self.plugin_versions())
+        return _digest({"cell": self.canonical(exclude=("seed", *NO_NUMBERS))}, self.plugin_versions())
 
     @property
     def network_id(self) -> str:
         """12 hex digits that name the network: calibrations are kept by it."""
-        return _digest({"hosts": self.pipeline.stages, **self.network.model_dump(mode="json")}, {})
+        groups, rate = self.data_parallel.groups, self.data_parallel.rate_mbit
+        data = {} if groups == 1 else {"groups": groups, "data_rate_mbit": rate}
+        return _digest({"hosts": self.world_size, **data, **self.network.model_dump(mode="json")}, {})
 
 
 def parse(data: Mapping[str, Any], *, where: str = "run") -> RunSpec:

@@ -46,6 +46,8 @@ STATUS_FIELDS = (
     "run_queue_pct",
 )
 # A row of an experiment's runs.json: one use of a run.
+# Where a run's folder keeps the state of its training (state.py).
+CHECKPOINTS = "checkpoints"
 ROW = ("run_id", "part", "arm", "cell", "seed")
 PROBE_BYTES = 1 << 20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -137,14 +139,18 @@ class Store:
     def experiment_dir(self, name: str) -> Path:
         return self.root / name
 
-    def begin(self, spec: RunSpec) -> Path:
-        """An empty folder for a run, holding its run.json. An earlier attempt is removed, finished or not."""
+    def begin(self, spec: RunSpec, *, afresh: bool = False) -> Path:
+        """A folder for a run, holding its run.json and nothing of an earlier attempt, finished or not: but for its
+        checkpoints, which the run goes on from, unless `afresh`, and the lines its ranks had written."""
         folder = self.run_dir(spec.run_id)
         # The status goes first: a removal cut short must not leave a run that says it is finished.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (folder / "status.json").unlink()
-        if folder.exists():
+        if folder.exists() and (afresh or not (folder / CHECKPOINTS).is_dir()):
             shutil.rmtree(folder)
+        for path in sorted(folder.glob("*")) if folder.exists() else ():
+            if path.is_file() and not path.name.startswith("rank"):
+                path.unlink()
         with explain_disk_full(folder):
             self._make(folder)
         described = {"run_id": spec.run_id, "train_id": spec.train_id, "cell_id": spec.cell_id}

@@ -13,8 +13,10 @@ from typing import Any
 
 import pandas as pd
 
+from thinpipe.harness import metrics
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import RunSpec
+from thinpipe.harness.tasks import base as tasks
 
 COLUMNS = (
     "step_time_s",
@@ -27,9 +29,11 @@ COLUMNS = (
     "idle_s",
     "final_train_loss",
     "final_eval_loss",
+    *(f"final_{name}" for name in metrics.SCORES),
     "measured_compression_ratio",
 )
-SPAN_KEY = ["step", "microbatch", "direction"]
+# A frame is one sender's: within a data group its boundary and direction say whose.
+SPAN_KEY = ["group", "step", "microbatch", "direction", "boundary"]
 
 
 def summarise(
@@ -45,17 +49,19 @@ def summarise(
     step_time = slowest_rank_median(measured)
     samples_per_s = spec.train.batch_size / step_time if step_time else None
     timing = spec.measure == "timing"
-    waiting = wait_by_step(spans)
+    tokens = tasks.kind(spec.task) != "images"
+    waiting = wait_by_step(spans, spec.pipeline.ranks)
     return {
         "step_time_s": step_time,
         "cold_step_time_s": slowest_rank_median(steps[~steps["measured"]]) if timing else None,
         "samples_per_s": samples_per_s,
-        "tokens_per_s": None if samples_per_s is None else samples_per_s * spec.task.sequence_length,
+        "tokens_per_s": None if samples_per_s is None or not tokens else samples_per_s * spec.task.sequence_length,
         "compute_s": rank_mean_of_medians(measured, "compute_s"),
         "codec_s": rank_mean_of_medians(measured, "codec_s"),
         **_wait_and_idle(measured, waiting),
         "final_train_loss": None if timing else _last_epoch_loss(steps),
-        "final_eval_loss": None if timing else _last_eval_loss(evals),
+        "final_eval_loss": None if timing else _last_of(evals, "eval_loss"),
+        **{f"final_{name}": None if timing else _last_of(evals, name) for name in metrics.SCORES},
         "measured_compression_ratio": ratio_of_steps(transfers, measured["step"]),
     }
 
@@ -81,24 +87,22 @@ def ratio_of_steps(transfers: pd.DataFrame, steps: pd.Series) -> float | None:
     return int(sent["raw_bytes"].sum()) / frames if frames else None
 
 
-def wait_by_step(spans: pd.DataFrame) -> pd.Series:
+def wait_by_step(spans: pd.DataFrame, ranks: int) -> pd.Series:
     """Seconds a rank was blocked while a frame was on its way, by (rank, step), for every step with spans.
 
         wait_receive   |---- idle ----|---- wait ----|
         sender's send          start_s ^
 
     Up to the sender's `send` the receiver had nothing to wait for but the pipeline's own order: that is idle.
-    `wait_send` is all wait: its frame is on its way by definition.
+    `wait_send` is all wait: its frame is on its way by definition. ranks: of one pipeline.
     """
-    receives = spans[spans["phase"] == "wait_receive"].copy()
-    # Forward frames come from the stage before, backward frames from the stage after.
-    offset = receives["direction"].map({"forward": -1, "backward": 1})
-    receives["sender"] = receives["rank"] + offset.astype("int64")
+    spans = spans.assign(group=spans["rank"] // ranks)
+    receives = spans[spans["phase"] == "wait_receive"]
     sends = spans[spans["phase"] == "send"].rename(columns={"rank": "sender", "start_s": "sent_s"})
-    repeated = sends.duplicated(["sender", *SPAN_KEY])
+    repeated = sends.duplicated(SPAN_KEY)
     if repeated.any():
         raise UserError(f"spans: {_describe(sends[repeated].iloc[0])} was sent twice within one step.")
-    pairs = receives.merge(sends[["sender", *SPAN_KEY, "sent_s"]], on=["sender", *SPAN_KEY], how="left")
+    pairs = receives.merge(sends[["sender", *SPAN_KEY, "sent_s"]], on=SPAN_KEY, how="left")
     unmatched = pairs[pairs["sent_s"].isna()]
     if not unmatched.empty:
         waiter, frame = unmatched.iloc[0]["rank"], _describe(unmatched.iloc[0])
@@ -116,8 +120,10 @@ def wait_by_step(spans: pd.DataFrame) -> pd.Series:
 
 
 def _describe(row: pd.Series) -> str:
-    where = f"step {row['step']}, micro-batch {row['microbatch']}, {row['direction']}"
-    return f"the frame of {where} from rank {row['sender']}"
+    return (
+        f"the frame of step {row['step']}, micro-batch {row['microbatch']}, {row['direction']} over boundary "
+        f"{row['boundary']}"
+    )
 
 
 def _wait_and_idle(steps: pd.DataFrame, waiting: pd.Series) -> dict[str, float | None]:
@@ -135,7 +141,9 @@ def _last_epoch_loss(steps: pd.DataFrame) -> float | None:
     return float(losses.loc[losses["epoch"] == losses["epoch"].max(), "train_loss"].mean())
 
 
-def _last_eval_loss(evals: pd.DataFrame) -> float | None:
+def _last_of(evals: pd.DataFrame, column: str) -> float | None:
+    """`column` at the last evaluation; None where there is none, or it was not scored so."""
     if evals.empty:
         return None
-    return float(evals.sort_values("step", kind="stable")["eval_loss"].iloc[-1])
+    value = evals.sort_values("step", kind="stable")[column].iloc[-1]
+    return None if pd.isna(value) else float(value)

@@ -8,6 +8,7 @@ does the running: it is handed in, so that this module knows neither torch nor t
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from thinpipe.harness import lock, manifest
 from thinpipe.harness.errors import RunError, UserError
 from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.spec import RunSpec
-from thinpipe.harness.store import Store, explain_disk_full
+from thinpipe.harness.store import CHECKPOINTS, Store, explain_disk_full
 from thinpipe.netem.errors import NetemError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -113,7 +114,7 @@ def execute(
                     accepted()
                     progress.start(entries)
                     try:
-                        _execute(entries, store, runner, progress, result, fail_fast=fail_fast)
+                        _execute(entries, store, runner, progress, result, fail_fast=fail_fast, afresh=force)
                     finally:
                         progress.stop()
     except KeyboardInterrupt:
@@ -136,9 +137,10 @@ def _execute(
     result: Result,
     *,
     fail_fast: bool,
+    afresh: bool,
 ) -> None:
     for entry in entries:
-        status = _run(entry, store, runner, progress)
+        status = _run(entry, store, runner, progress, afresh=afresh)
         result.executed.append((entry, status))
         progress.end(entry, status)
         if fail_fast and status["state"] == "failed":
@@ -146,12 +148,12 @@ def _execute(
             return
 
 
-def _run(entry: Entry, store: Store, runner: Session, progress: Progress) -> dict[str, Any]:
+def _run(entry: Entry, store: Store, runner: Session, progress: Progress, *, afresh: bool) -> dict[str, Any]:
     """One run from begin to finish. UserError (machine or disk) and an interrupt get out, the run left
     open."""
     if entry.note:
         progress.say(f"{entry.name}: {entry.note}")
-    folder = store.begin(entry.spec)
+    folder = store.begin(entry.spec, afresh=afresh)
     progress.begin(entry)
     started, clock = _utc(), time.monotonic()
     try:
@@ -165,6 +167,8 @@ def _run(entry: Entry, store: Store, runner: Session, progress: Progress) -> dic
         # A rank that could not write its files fails for whatever reason it saw first.
         store.check_space()
     store.finish(entry.run_id, status)
+    if status["state"] == "done" and not entry.spec.checkpoint.keep:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return {**status, "run_id": entry.run_id}
 
 
@@ -182,7 +186,7 @@ def failed_status(error: Exception, started_at: str, wall_s: float) -> dict[str,
         "machine": manifest.machine_id(),
         "fidelity": {"flags": [], "reasons": []},
         "totals": dict.fromkeys(("steps", "raw_bytes", "payload_bytes", "frame_bytes"), 0)
-        | {"wire_bytes": None, "sync_bytes": None},
+        | dict.fromkeys(("wire_bytes", "sync_bytes", "data_bytes")),
         "links": {"measured_rate_mbit": None, "measured_rtt_ms": None},
         "run_queue_pct": None,
     }

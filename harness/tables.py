@@ -77,13 +77,25 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
         spec = store.spec(run_id)
         # Two parts of an experiment may share a run: then it has a row in each, its steps only once.
         if run_id not in read:
-            read[run_id] = read_run(store.run_dir(run_id), run_id, spec.pipeline.stages, status["state"])
+            read[run_id] = read_run(store.run_dir(run_id), run_id, spec.world_size, status["state"])
         rows.append(run_row(experiment_name, entry, spec, status, read[run_id]))
     tables = {"runs": to_arrow("runs", rows)}
     for table in TABLES[1:]:
         parts = [shards[table] for shards in read.values()]
         tables[table] = pa.concat_tables([schema(table).empty_table(), *parts])
     return _write(store.experiment_dir(experiment_name) / "tables", tables)
+
+
+def of_run(store: Results, run_id: str) -> dict[str, pd.DataFrame]:
+    """The tables of one run that has ended, its spans too; it counts as an experiment of its own."""
+    status = store.status(run_id)
+    if status is None:
+        raise UserError(f"run {run_id} has not ended: run its experiment again to finish it.")
+    spec = store.spec(run_id)
+    shards = read_run(store.run_dir(run_id), run_id, spec.world_size, status["state"])
+    entry = {"run_id": run_id, "part": "run", "arm": f"run {run_id}", "cell": spec.cell_id, "seed": spec.seed}
+    row = run_row("run", entry, spec, status, shards)
+    return {"runs": to_frame("runs", to_arrow("runs", [row])), **{k: to_frame(k, v) for k, v in shards.items()}}
 
 
 def read_run(folder: Path, run_id: str, ranks: int, state: str) -> dict[str, pa.Table]:
@@ -163,7 +175,8 @@ def run_row(
         **{name: links.get(name) for name in ("measured_rate_mbit", "measured_rtt_ms")},
         **_computed(entry["run_id"], spec, status["state"], shards),
         **_moved(entry["run_id"], status["state"], totals, shards),
-        **{name: totals.get(name) for name in ("wire_bytes", "sync_bytes")},
+        **{name: totals.get(name) for name in ("wire_bytes", "sync_bytes", "data_bytes")},
+        **{name: (status.get("memory") or {}).get(name) for name in ("predicted_memory_mib", "peak_memory_mib")},
         "run_queue_pct": status.get("run_queue_pct"),
         "fidelity": "+".join(fidelity.get("flags") or ()) or "ok",
         "fidelity_reason": "; ".join(fidelity.get("reasons") or ()) or None,
@@ -197,6 +210,7 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
         "model": f"{spec.model.name}:{spec.model.checkpoint or spec.model.preset}",
         "task": f"{spec.task.name}:{spec.task.corpus}",
         "stages": spec.pipeline.stages,
+        "groups": spec.data_parallel.groups,
         "microbatches": spec.pipeline.microbatches,
         "batch_size": spec.train.batch_size,
         "forward": forward,

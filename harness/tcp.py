@@ -38,13 +38,16 @@ class Counters:
         )
 
 
-def connections() -> dict[int, tuple[str, str]]:
-    """Connected TCP sockets of this process: fd -> (local address, peer address)."""
+def connections(*, ignore_port: int | None = None) -> dict[int, tuple[str, str]]:
+    """Connected TCP sockets of this process: fd -> (local address, peer address). ignore_port: leave out those of the
+    server at this port (a rendezvous)."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with _borrow(int(name)) as sock:
             if sock is not None:
-                found[int(name)] = (sock.getsockname()[0], sock.getpeername()[0])
+                (local, own_port, *_), (peer, peer_port, *_) = sock.getsockname(), sock.getpeername()
+                if ignore_port not in (own_port, peer_port):
+                    found[int(name)] = (local, peer)
     return found
 
 

@@ -1,136 +1,160 @@
-"""Optimisation: AdamW, learning rate, clipping by the global norm, the training step, evaluation.
+"""Optimisation: the optimizer, learning rate, the training step, evaluation.
 
-A step on one rank: post receives, run torch's schedule, wait for sends, exchange gradient norms, clip, update.
-The mean loss of each micro-batch is taken, gradients are summed over micro-batches and divided by their number.
+A step on one rank, for each of its passes: post receives, run torch's schedule, wait for sends; then divide, sum what
+is shared, clip (gradients.py) and update.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import ScheduleGPipe
 
+from thinpipe.harness import data_parallel
+from thinpipe.harness.channel import Channel
+from thinpipe.harness.channel import Traffic as Frames
+from thinpipe.harness.data_traffic import Traffic, ring
 from thinpipe.harness.errors import DivergedError
+from thinpipe.harness.gradients import Gradients
+from thinpipe.harness.links import Links
+from thinpipe.harness.pipeline import schedules
 from thinpipe.harness.pipeline.stage import CompressedStage
+from thinpipe.harness.quantized_adam import QuantizedAdam
 from thinpipe.harness.recorder import Recorder, now
 from thinpipe.harness.regimes import Regime
 from thinpipe.harness.spec import RunSpec, TrainSpec
 from thinpipe.harness.tasks.base import Batch
 
-
-def make_optimizer(named: Sequence[tuple[str, torch.nn.Parameter]], spec: TrainSpec) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, as usual for transformers (biases and norms are vectors)."""
-    matrices = [p for _, p in named if p.ndim >= 2]
-    vectors = [p for _, p in named if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
-    )
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
-def learning_rate(step: int, total: int, spec: TrainSpec) -> float:
-    """Linear from 0 over `warmup_steps`, then linear to 0 at `total`.
+def make_optimizer(named: Named, spec: RunSpec, group: dist.ProcessGroup | None = None) -> torch.optim.Optimizer:
+    """The optimizer of these trainable parameters. group: the data group, for an optimizer that exchanges itself.
+
+    AdamW's weight decay is on matrices only, as usual for transformers (biases and norms are vectors).
+    """
+    train = spec.train
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(
+            [p for _, p in named], lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+        )
+    quantized = spec.data_parallel.exchange == "quantized-adam"
+    matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    vectors = [(name, p) for name, p in named if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": pairs if quantized else [p for _, p in pairs], "weight_decay": decay}
+        for pairs, decay in ((matrices, train.weight_decay), (vectors, 0.0))
+        if pairs
+    ]
+    betas = (train.beta1, train.beta2)
+    if quantized:
+        assert group is not None
+        return QuantizedAdam(groups, group=group, bits=spec.data_parallel.bits, lr=train.lr, betas=betas, eps=train.eps)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
+
+
+def learning_rate(step: int, total: int, spec: TrainSpec, steps_per_epoch: int | None = None) -> float:
+    """Linear from 0 over `warmup_steps`, then by `lr_schedule` to 0 at `total` (or at lr_epochs x steps_per_epoch).
 
     >>> [round(learning_rate(s, 10, TrainSpec(lr=1.0, warmup_steps=2)), 3) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
+    >>> quirk = TrainSpec(lr=1.0, warmup_steps=0, lr_schedule="cosine", lr_epochs=200, lr_update="epoch")
+    >>> [round(learning_rate(390 * epoch + 5, 39_000, quirk, 390), 4) for epoch in (0, 50, 99)]
+    [1.0, 0.8536, 0.5079]
     """
+    horizon = total
+    if steps_per_epoch is not None:
+        horizon = total if spec.lr_epochs is None else spec.lr_epochs * steps_per_epoch
     warmup = min(spec.warmup_steps, total - 1)
     if step < warmup:
         return spec.lr * (step + 1) / warmup
-    return spec.lr * (total - step) / max(1, total - warmup)
-
-
-def clip_coefficient(norms: torch.Tensor, clip: float) -> tuple[float, torch.Tensor]:
-    """(global norm, factor <= 1) from per-parameter norms in model order; as torch.nn.utils.clip_grad_norm_."""
-    total = torch.linalg.vector_norm(norms)
-    return float(total), torch.clamp(clip / (total + 1e-6), max=1.0)
-
-
-class NormExchange:
-    """Gathers per-parameter gradient norms of all stages in model order: clipping is then bit-equal to one process."""
-
-    def __init__(self, num_parameters: int, group: dist.ProcessGroup | None, world_size: int):
-        self.group, self.world_size = group, world_size
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-        if world_size > 1:
-            dist.all_gather(counts, torch.tensor([num_parameters]), group=group)
-        else:
-            counts[0][0] = num_parameters
-        self.counts = [int(c) for c in counts]
-        self._mine = torch.zeros(max(self.counts))
-        self._all = [torch.zeros(max(self.counts)) for _ in range(world_size)]
-
-    def gather(self, norms: torch.Tensor) -> torch.Tensor:
-        if self.world_size == 1:
-            return norms
-        self._mine[: len(norms)] = norms
-        dist.all_gather(self._all, self._mine, group=self.group)
-        return torch.cat([part[:count] for part, count in zip(self._all, self.counts, strict=True)])
+    if spec.lr_update == "epoch" and steps_per_epoch is not None:
+        step = max(warmup, step - step % steps_per_epoch)
+    left, whole = max(0, horizon - step), max(1, horizon - warmup)
+    if spec.lr_schedule == "constant":
+        return spec.lr
+    if spec.lr_schedule == "cosine":
+        return spec.lr * 0.5 * (1 + math.cos(math.pi * (1 - left / whole)))
+    return spec.lr * left / whole
 
 
 class Trainer:
     """Runs the training steps and evaluations of one rank.
 
     loss(output, targets) is a micro-batch's mean; loss(output, targets, weights) the weighted sum over its samples.
+    predict(output): what of the output an evaluation is scored by, None where it is not.
     """
 
     def __init__(
         self,
         spec: RunSpec,
-        stage: CompressedStage,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
+        stages: Sequence[CompressedStage],
+        gradients: Gradients,
         *,
         loss: Callable[..., torch.Tensor],
         recorder: Recorder,
-        norms: NormExchange,
         total_steps: int,
+        steps_per_epoch: int,
+        links: Links | None = None,
+        predict: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.spec, self.stage, self.named, self.recorder, self.norms = spec, stage, named, recorder, norms
+        self.spec, self.stages, self.gradients, self.recorder, self.links = spec, stages, gradients, recorder, links
         self.total_steps = total_steps
-        self.optimizer = make_optimizer(named, spec.train)
+        self.steps_per_epoch = None if spec.measure == "timing" else steps_per_epoch
+        named = [pair for stage in gradients.stages for pair in stage.named]
+        self.optimizer = make_optimizer(named, spec, links.data if links else None)
         self.training_time_s = 0.0
+        #: What the exchange between data groups was to send so far.
+        self.data_traffic = Traffic()
+        self.is_first = any(stage.is_first for stage in stages)
+        self.is_last = any(stage.is_last for stage in stages)
         self._weights: Sequence[torch.Tensor] = ()
+        self._scored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        last = stages[-1]
 
         def timed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             start = now()
             value = loss(output, target)
-            recorder.span("forward_compute", start, now(), stage._chunk)
+            recorder.span("forward_compute", start, now(), last._offset + last._chunk, stage=last.stage_index)
             return value
 
         def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(output, target, self._weights[stage._chunk])
+            weights = self._weights[last._chunk]
+            if predict is not None:
+                self._scored.append((predict(output)[weights > 0], target[weights > 0]))
+            return loss(output, target, weights)
 
-        pieces = spec.pipeline.microbatches
-        self.schedule = ScheduleGPipe(stage, pieces, loss_fn=timed_loss)
-        self.evaluation = ScheduleGPipe(stage, pieces, loss_fn=weighted_loss, scale_grads=False)
+        pipe = spec.pipeline
+        self.schedule = schedules.training(pipe.schedule, stages, pipe.microbatches, timed_loss)
+        self.evaluation = schedules.evaluation(pipe.schedule, stages, pipe.microbatches, weighted_loss)
 
-    def step(self, step: int, epoch: int, batch: Batch, *, measured: bool, regime: Regime) -> float | None:
-        """One optimizer step on this rank; the batch's loss on the last stage, else None."""
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, epoch: int, batches: Sequence[Batch], *, measured: bool, regime: Regime) -> float | None:
+        """One optimizer step on this rank, over `batches` (one a pass); the mean loss on the last stage, else None."""
         self.recorder.step = step
         start = now()
-        losses = self._forward_backward(step, batch, regime)
-        sent = self.stage.finish_step(training=True)
-        norm = self._clip()
-        lr = learning_rate(step, self.total_steps, self.spec.train)
+        losses: list[torch.Tensor] = []
+        sent: dict[Channel, Frames] = {}
+        # Before the step: PowerSGD counts its own.
+        self.data_traffic += sum((data_parallel.traffic(stage.submod) for stage in self.stages), Traffic())
+        for turn, batch in enumerate(batches):
+            losses += self._pass(step, turn, batch, regime=regime, sent=sent, last=turn == len(batches) - 1)
+        self._average(epoch)
+        norm = self.gradients.finish(len(batches) * self.spec.pipeline.microbatches)
+        lr = learning_rate(step, self.total_steps, self.spec.train, self.steps_per_epoch)
         self._update(lr)
         elapsed = now() - start
         self.training_time_s += elapsed
-        loss = None
-        if self.stage.is_last:
-            loss = float(sum(value.detach() for value in losses)) / len(losses)
-            if not math.isfinite(loss):
-                raise DivergedError(f"the training loss became {loss} at step {step} (epoch {epoch})")
+        loss = self._mean_loss(losses, step, epoch) if self.is_last else None
         self.recorder.row(
             "steps", rank=self.recorder.rank, step=step, epoch=epoch, measured=measured, t_s=self.training_time_s,
             step_time_s=elapsed, train_loss=loss, lr=lr, grad_norm=norm, **self.recorder.take_sums(),
         )  # fmt: skip
-        for channel, traffic in sent:
+        for channel, traffic in sent.items():
             self.recorder.row(
                 "transfers", rank=self.recorder.rank, step=step, epoch=epoch, boundary=channel.boundary,
                 direction=channel.direction, compressor=traffic.compressor, messages=traffic.messages,
@@ -139,41 +163,70 @@ class Trainer:
             )  # fmt: skip
         return loss
 
-    def _forward_backward(self, step: int, batch: Batch, regime: Regime) -> list[torch.Tensor]:
+    def _pass(
+        self, step: int, turn: int, batch: Batch, *, regime: Regime, sent: dict[Channel, Frames], last: bool
+    ) -> list[torch.Tensor]:
+        """All micro-batches of one batch forward and backward; gradients add up. Returns their losses; what was sent
+        is added to `sent`."""
+        accumulate, pieces = self.spec.train.accumulate, self.spec.pipeline.microbatches
+        for stage in self.stages:
+            stage.synchronise = last
+            stage.begin_step(
+                step * accumulate + turn, self._pieces(batch.ids), training=True, use=regime.use, watch=regime.watch,
+                side=self._side(batch), offset=turn * pieces,
+            )  # fmt: skip
         losses: list[torch.Tensor] = []
-        self.stage.begin_step(step, self._pieces(batch.ids), training=True, use=regime.use, watch=regime.watch)
         self._run(self.schedule.step, batch, losses)
+        for stage in self.stages:
+            for channel, traffic in stage.finish_step(training=True):
+                if channel in sent:
+                    sent[channel].add(traffic)
+                else:
+                    sent[channel] = traffic
         return losses
 
+    def _mean_loss(self, losses: Sequence[torch.Tensor], step: int, epoch: int) -> float | None:
+        """The loss of the whole batch, on the last stage of the first data group."""
+        mean = torch.tensor(float(sum(value.detach() for value in losses)) / len(losses), dtype=torch.float64)
+        first = True
+        if self.links is not None and self.links.data is not None:
+            place, size = dist.get_rank(self.links.data), dist.get_world_size(self.links.data)
+            dist.all_reduce(mean, group=self.links.data)
+            self.data_traffic += ring(1, mean.itemsize, place, size)
+            mean /= self.spec.data_parallel.groups
+            first = place == 0
+        loss = float(mean)
+        if not math.isfinite(loss):
+            raise DivergedError(f"the training loss became {loss} at step {step} (epoch {epoch})")
+        return loss if first else None
+
     def _run(self, step: Callable[..., Any], batch: Batch, losses: list[torch.Tensor]) -> None:
-        args = (batch.inputs,) if self.stage.is_first else ()
-        kwargs: dict[str, Any] = {"target": batch.targets, "losses": losses} if self.stage.is_last else {}
+        args = (batch.inputs,) if self.is_first else ()
+        kwargs: dict[str, Any] = {"target": batch.targets, "losses": losses} if self.is_last else {}
         step(*args, return_outputs=False, **kwargs)
 
     def _pieces(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         size = len(ids) // self.spec.pipeline.microbatches
         return [ids[i : i + size] for i in range(0, len(ids), size)]
 
-    def _clip(self) -> float | None:
-        clip = self.spec.train.clip_norm
-        if clip is None:
-            return None
+    def _side(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+        pieces = self.spec.pipeline.microbatches
+        cut = {name: value.chunk(pieces) for name, value in batch.side.items()}
+        return [{name: parts[i] for name, parts in cut.items()} for i in range(pieces)]
+
+    def _average(self, epoch: int) -> None:
+        """Finish the average between data groups, which DDP has begun in the last backward pass; where the optimizer
+        exchanges momenta for itself, average gradients in its warm-up epochs."""
+        if self.links is None or self.links.data is None:
+            return
         start = now()
-        gradients = [p.grad for _, p in self.named if p.grad is not None]
-        assert len(gradients) == len(self.named), "every parameter of a stage gets a gradient"
-        mine = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
-        exchange = now()
-        norms = self.norms.gather(mine)
-        end = now()
-        norm, factor = clip_coefficient(norms, clip)
-        if not math.isfinite(norm):
-            raise DivergedError(f"the gradient norm became {norm} at step {self.recorder.step}")
-        for gradient in gradients:
-            gradient.mul_(factor)
-        self.recorder.span("optimizer", start, exchange)
-        self.recorder.span("sync", exchange, end)
-        self.recorder.span("optimizer", end, now())
-        return norm
+        if isinstance(self.optimizer, QuantizedAdam):
+            self.optimizer.set_warmup(epoch < self.spec.compression.warmup_epochs)
+            self.optimizer.average_gradients()
+            self.data_traffic += self.optimizer.traffic()
+        for stage in self.stages:
+            data_parallel.finish(stage.submod)
+        self.recorder.span("sync", start, now())
 
     def _update(self, lr: float) -> None:
         start = now()
@@ -183,28 +236,60 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.recorder.span("optimizer", start, now())
 
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Iterable[Batch], regime: Regime) -> float | None:
-        """Mean loss of the held-out set on the last stage, else None. Gradients are untouched; rows of weight 0 are
-        padding and do not count."""
+    def evaluate(
+        self, step: int, batches: Iterable[Batch], regime: Regime
+    ) -> tuple[float, list[tuple[torch.Tensor, torch.Tensor]]] | None:
+        """Mean loss of the held-out set and its (predictions, targets), on the last stage, else None.
+
+        Gradients, memories and running statistics are untouched; rows of weight 0 are padding and do not count.
+        """
         total = weights = 0.0
+        self._scored = []
         keep, self.recorder.keep_spans = self.recorder.keep_spans, False
+        for stage in self.stages:
+            stage.submod.eval()
         for batch in batches:
             losses: list[torch.Tensor] = []
             self._weights = batch.weights.chunk(self.spec.pipeline.microbatches)
-            self.stage.begin_step(step, self._pieces(batch.ids), training=False, use=regime.use, watch={})
+            for stage in self.stages:
+                stage.begin_step(
+                    step, self._pieces(batch.ids), training=False, use=regime.use, watch={}, side=self._side(batch)
+                )
             self._run(self.evaluation.eval, batch, losses)
-            self.stage.finish_step(training=False)
+            for stage in self.stages:
+                stage.finish_step(training=False)
             total += sum(float(loss) for loss in losses)
             weights += float(batch.weights.sum())
+        for stage in self.stages:
+            stage.submod.train()
         self.recorder.keep_spans = keep
         self.recorder.take_sums()
-        return total / weights if self.stage.is_last and weights else None
+        return (total / weights, self._scored) if self.is_last and weights else None
 
+    # --- checkpoints ---------------------------------------------------------------------------------------------
 
-def cache_folder() -> Path:
-    """Where tokenizers are kept: $THINPIPE_CACHE, else $XDG_CACHE_HOME/thinpipe, else ~/.cache/thinpipe."""
-    named = os.environ.get("THINPIPE_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinpipe"
+    def modules_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameters and buffers, by stage."""
+        return {str(s.stage_index): data_parallel.unwrap(s.submod).state_dict() for s in self.stages}
+
+    def load_modules_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        for stage in self.stages:
+            data_parallel.unwrap(stage.submod).load_state_dict(state[str(stage.stage_index)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training goes on from beside the modules and the memories in the channels."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "hooks": {str(s.stage_index): data_parallel.hook_state(s.submod) for s in self.stages},
+            "training_time_s": self.training_time_s,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for stage in self.stages:
+            data_parallel.load_hook_state(stage.submod, state["hooks"][str(stage.stage_index)])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.training_time_s = state["training_time_s"]

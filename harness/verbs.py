@@ -133,8 +133,10 @@ def tables(source: str, results: Path) -> dict[str, Any]:
 
 
 def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Draw figures, all without `names`; returns {experiment, files}."""
+    """Draw figures, all without `names`; returns {experiment, files}. `source` is a run for figures of one run."""
     store = Store(results)
+    if any(figures.is_per_run(name) for name in names):
+        return _plot_run(store, source, names)
     name = _name(source, store)
     ended = _ended(store, name)
     built = _build(store, name)
@@ -145,6 +147,69 @@ def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
             say(f"figure: {path}")
         raise
     return {"experiment": name, "files": files}
+
+
+def _plot_run(store: Store, prefix: str, names: Sequence[str]) -> dict[str, Any]:
+    """Draw figures of one run, into its folder."""
+    from thinpipe.harness import tables
+
+    if others := [name for name in names if not figures.is_per_run(name)]:
+        raise UserError(f"{', '.join(others)}: drawn of an experiment, {', '.join(set(names) - set(others))} of a run")
+    run_id = views.find_run(store, prefix)
+    built = tables.of_run(store, run_id)
+    written, _ = figures.draw(built, store.run_dir(run_id) / "figures", names)
+    return {"run_id": run_id, "files": [str(path) for path in written]}
+
+
+def trace(prefix: str, results: Path) -> dict[str, Any]:
+    """Write a run's trace.json; returns {run_id, events, files}."""
+    from thinpipe.harness import tables
+    from thinpipe.harness import trace as traces
+
+    store = Store(results)
+    run_id = views.find_run(store, prefix)
+    spans = tables.of_run(store, run_id)["spans"]
+    path = store.run_dir(run_id) / "trace.json"
+    events = traces.write(path, spans, store.spec(run_id).pipeline.ranks)
+    return {"run_id": run_id, "events": events, "files": [str(path)]}
+
+
+def fetch_data(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Fetch `names` into the cache, or list what there is to fetch."""
+    from thinpipe.harness import fetch
+    from thinpipe.harness.cache import cache_folder
+
+    rows = fetch.fetch(names, cache_folder(), say) if names else fetch.listing(cache_folder())
+    return [{**row, "path": str(row["path"]) if row["path"] else None} for row in rows]
+
+
+def partition(model: str, stages: int, out: Path, cuts: str | None, family: str | None) -> dict[str, Any]:
+    """Cut a checkpoint into a file a stage."""
+    from thinpipe.harness import partitioned
+
+    try:
+        at = None if cuts is None else [int(part) for part in cuts.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--cuts {cuts!r}: give the blocks that stages 1, 2, ... begin with, e.g. --cuts 3,6,9"
+        ) from None
+    return partitioned.partition(model, stages, out, at, family)
+
+
+def merge(folder: Path, out: Path) -> dict[str, Any]:
+    """One checkpoint of a partition or of a run's training checkpoint."""
+    from thinpipe.harness import merged
+
+    return merged.merge(folder, out)
+
+
+def pretrain(recipe: str | None, overrides: Sequence[str], out: Path | None, *, force: bool) -> Any:
+    """Train the model of a recipe, unless it is there; without one, list the recipes."""
+    from thinpipe.harness import pretrain as pretraining
+
+    if recipe is None:
+        return pretraining.listing()
+    return pretraining.pretrain(recipe, overrides, out, force=force)
 
 
 def net_script(addresses: list[str], host: int, interface: str, rate_mbit: float | None) -> str:

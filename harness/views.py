@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from thinpipe.harness import metrics
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.store import Store
@@ -29,6 +30,7 @@ RUN_NUMBERS = (
     "tokens_per_s",
     "final_train_loss",
     "final_eval_loss",
+    *(f"final_{score}" for score in metrics.SCORES),
     "compression_ratio",
     "measured_compression_ratio",
     "wire_bytes",
@@ -148,7 +150,7 @@ def _cell(group: list[Mapping[str, Any]]) -> dict[str, Any]:
     timed = cell["measure"] != "convergence"
     cell |= {name: middle(name) if timed else None for name in ("step_time_s", "samples_per_s")}
     cell["measured_compression_ratio"] = middle("measured_compression_ratio")
-    for name in ("final_train_loss", "final_eval_loss"):
+    for name in ("final_train_loss", "final_eval_loss", *(f"final_{score}" for score in metrics.SCORES)):
         values = known(name)
         cell[name] = statistics.fmean(values) if values else None
         cell[f"{name}_half_range"] = (max(values) - min(values)) / 2 if len(values) > 1 else None

@@ -18,22 +18,38 @@ from thinpipe.plots import _select as select
 from thinpipe.plots import style
 
 KINDS = ("training", "held-out")
+#: What a classification is scored by, columns of evals.
+SCORES = ("accuracy", "matthews", "f1")
 #: For captions: how seeds and intervals are shown.
 POINTS = "thin: seeds, thick: their mean, marked at some epochs; bands"
 #: How many marks a curve keeps at least.
 MARKS = 3
 YLABELS = {
     "training": "training loss (nat, mean of an epoch)",
-    "held-out": "held-out loss (nat a token)",
+    "held-out": "held-out loss (nat)",
+    "accuracy": "held-out accuracy",
+    "matthews": "held-out Matthews correlation",
+    "f1": "held-out F1",
+}
+TITLES = {
+    "training": "Training loss",
+    "held-out": "Held-out loss",
+    "accuracy": "Accuracy",
+    "matthews": "Matthews correlation",
+    "f1": "F1",
 }
 Curves = Mapping[str, pd.DataFrame]
 
 
 def curves(tables: select.Tables, kind: str, runs: pd.DataFrame) -> Curves:
-    """run_id -> points (epoch, step, t_s, loss) of each run that has any; every loss is finite."""
+    """run_id -> points (epoch, step, t_s, loss) of each run that has any; every loss (or score) is finite."""
     found = {}
+    column = "eval_loss" if kind == "held-out" else kind
     for run_id in runs["run_id"]:
-        points = _training(tables["steps"], run_id) if kind == "training" else _held_out(tables["evals"], run_id)
+        if kind == "training":
+            points = _training(tables["steps"], run_id)
+        else:
+            points = _held_out(tables["evals"], run_id, column)
         if not points.empty:
             found[run_id] = points
     return found
@@ -46,9 +62,9 @@ def _training(steps: pd.DataFrame, run_id: str) -> pd.DataFrame:
     return ends.reset_index()
 
 
-def _held_out(evals: pd.DataFrame, run_id: str) -> pd.DataFrame:
-    rows = select.finite(evals[evals["run_id"] == run_id], ["eval_loss"]).sort_values("step")
-    return rows.rename(columns={"eval_loss": "loss"})[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
+def _held_out(evals: pd.DataFrame, run_id: str, column: str) -> pd.DataFrame:
+    rows = select.finite(evals[evals["run_id"] == run_id], [column]).sort_values("step")
+    return rows.assign(loss=rows[column])[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
 
 
 def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> list[int]:
@@ -58,7 +74,7 @@ def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> lis
     for i, arm in enumerate(arms):
         own = runs[runs["arm"] == arm.label]
         counts += _method(ax, arm, own, found, kind=kind, x=x, turn=(i, len(arms)))
-    ax.set_title(f"{kind.capitalize()} loss")
+    ax.set_title(TITLES[kind])
     ax.set_ylabel(YLABELS[kind])
     _limit(ax, runs, found)
     return counts

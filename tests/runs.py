@@ -30,20 +30,27 @@ class Lab:
 
     def __init__(self, session: Session, root: Path):
         self.session, self.store = session, Store(root)
+        self._statuses: dict[str, dict] = {}
 
     def run(self, spec: RunSpec, **kwargs) -> dict:
         self.session.check([spec])
         return self.session.run(spec, self.store.begin(spec), **kwargs)
 
+    def status(self, spec: RunSpec) -> dict:
+        """How the spec's run ended; runs it if it has not been run here."""
+        if spec.run_id not in self._statuses:
+            self._statuses[spec.run_id] = self.run(spec)
+        status = self._statuses[spec.run_id]
+        assert status["state"] == "done", status["error"]
+        return status
+
     def rows(self, spec: RunSpec, table: str) -> pd.DataFrame:
         shards = sorted(self.store.run_dir(spec.run_id).glob(f"{table}.rank*.parquet"))
-        assert len(shards) == spec.pipeline.stages
+        assert len(shards) == spec.world_size
         return pd.concat([pd.read_parquet(path) for path in shards], ignore_index=True)
 
     def losses(self, spec: RunSpec) -> list[float]:
         """Training losses by step; runs the spec if it has not been run here."""
-        if not list(self.store.run_dir(spec.run_id).glob("steps.rank*.parquet")):
-            status = self.run(spec)
-            assert status["state"] == "done", status["error"]
+        self.status(spec)
         steps = self.rows(spec, "steps").dropna(subset=["train_loss"]).sort_values("step")
         return steps["train_loss"].tolist()

@@ -2,26 +2,47 @@
 
 A model plug-in says in its literal `PARAMETERS`, so that planning costs no import:
 
+    kinds         what it can be trained on: kinds of task (`lm`, `classification`, `images`)
     presets       name -> {layers, width, heads, positions}; heads and positions only where the family has them
+    blocks        (may be left out) a list with a table a block, size -> polynomial, where blocks differ; it then fixes
+                  `layers`. Sizes named here may be used in the polynomials below
     counts        {block, embedding, head} -> polynomial: parameters of one block, before them, after all
+    flops         {block, head} -> polynomial: multiply-adds of the forward pass of one sample
+    activations   {block, embedding, head} -> polynomial: elements kept for the backward pass of one sample (fp32, no
+                  dropout, no recomputation): what autograd saves, and the part's output, which a stage keeps as well;
+                  without its input, which is the output of the part before or a channel's. The head's: with the loss
+    boundary      {shape: [sizes], relu: whether it is a ReLU's output}: the tensor between two blocks, of one sample
+    shared        what may become of parameters that several stages use, the usual one first (ModelSpec.shared)
     defaults      (may be left out) size -> polynomial, for a size that neither preset nor checkpoint gives
     checkpoint    (left out by a family that loads none) {model_type, layers, width, vocab_size, ...} -> the key of a
                   Hugging Face config.json that holds it; `model_type` -> the family's name there
-    (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width; vocab_size and every size may be named)
+    (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width. Of the task: vocab_size, sequence_length,
+    num_labels (0 where it has none), and lm: 1 where its kind is lm, else 0)
 
 and defines, in the module that a rank imports:
 
-    build(spec, shape, part, *, seed) -> torch.nn.Module     one stage
-    loss(logits, targets, weights=None) -> scalar tensor     the micro-batch's mean; with weights the weighted sum
+    build(spec, shape, part, *, seed, recompute=False) -> torch.nn.Module       one stage, in float32, training mode
+        its forward(x, **side): x the task's inputs on the first stage, else the boundary tensor; side: the task's
+        per-sample extras (a mask), the same on every stage; returns the boundary tensor, or the output on the last.
+        Its parameters and buffers carry the names they have in the whole model, cut at any place.
+        Its `shared`: key -> list of its parameters that are copies of one (shape.shared "summed"), here or on other
+        stages too; the trainer gives all copies of a key the sum of their gradients, and counts one of them in norms.
+    loss(output, targets, weights=None) -> scalar tensor     the micro-batch's mean; with weights the weighted sum
+    reference(spec, shape) -> transformers model             the whole model as Hugging Face builds it (no weights set)
+    stored_names(name) -> tuple of str                       what checkpoints call a stage's parameter or buffer; the
+                                                             first is what `reference` calls it
 
-`_shared.py` has what several families need for these: seeded weights, the next-token loss.
+`_shared.py` has what several families need for these.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +50,35 @@ from typing import Any
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.spec import ModelSpec, TaskSpec
+from thinpipe.harness.tasks import base as tasks
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPECTED = f"Expected a local Hugging Face folder: config.json and {WEIGHTS} (or {INDEX} with its shards)."
+# What a hub calls a model, with or without its owner; and the files of it that are of use here.
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+HUB_SECONDS = 5.0
 OVERRIDES = ("layers", "width", "heads")
-PARTS = ("block", "embedding", "head")
 # What PARAMETERS may hold -> whether it must.
-DECLARED = {"presets": True, "counts": True, "defaults": False, "checkpoint": False}
+DECLARED = {
+    "kinds": True,
+    "presets": True,
+    "blocks": False,
+    "counts": True,
+    "flops": True,
+    "activations": True,
+    "boundary": True,
+    "shared": False,
+    "defaults": False,
+    "checkpoint": False,
+}
+# The polynomials of these tables, and the parts each is about.
+POLYNOMIALS = {
+    "counts": ("block", "embedding", "head"),
+    "flops": ("block", "head"),
+    "activations": ("block", "embedding", "head"),
+}
 SIZES = ("layers", "width")
 OPTIONAL_SIZES = ("heads", "positions")
 
@@ -44,16 +86,28 @@ OPTIONAL_SIZES = ("heads", "positions")
 @dataclass(frozen=True)
 class ModelShape:
     """The size of a model. positions: the longest sequence in tokens (None: any); heads: None where a family has none;
-    parameters_*: numbers of parameters."""
+    num_labels: classes (0: none); parameters_*: numbers of parameters; flops_*: multiply-adds of one sample's forward
+    pass; activations_*: elements kept for the backward pass of one sample; boundaries: of one sample, after each block
+    but the last; relu: whether these are a ReLU's output; shared: see ModelSpec, `auto` resolved ("" = it has none)."""
 
+    kind: str
     layers: int
     width: int
     heads: int | None
     vocab_size: int
     positions: int | None
+    num_labels: int
     parameters_per_block: tuple[int, ...]
     parameters_embedding: int
     parameters_head: int
+    flops_per_block: tuple[int, ...]
+    flops_head: int
+    activations_per_block: tuple[int, ...]
+    activations_embedding: int
+    activations_head: int
+    boundaries: tuple[tuple[int, ...], ...]
+    relu: bool
+    shared: str
 
 
 @dataclass(frozen=True)
@@ -70,49 +124,94 @@ class StagePart:
 def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
     """The shape of the model a run asks for: a preset with its overrides, or a checkpoint's config.json.
 
-    Raises UserError for an unknown preset, sizes that do not fit together or with the task, and a checkpoint
-    that is missing, incomplete, of another family, or at odds with an override.
+    Raises UserError for an unknown preset, sizes that do not fit together or with the task, a model that cannot be
+    trained on the task, and a checkpoint that is missing, incomplete, of another family, or at odds with an override.
     """
     declared = declaration(plugins.get("models", spec.name))
+    kind = tasks.kind(task)
+    if kind not in declared["kinds"]:
+        raise UserError(
+            f"model {spec.name!r} cannot be trained on task {task.name!r}, which is of kind {kind!r}: it takes "
+            f"{', '.join(declared['kinds'])}. Choose another model or task."
+        )
+    blocks = declared.get("blocks")
+    fixed = {} if blocks is None else {"layers": len(blocks)}
     if spec.checkpoint is None:
-        sizes = _preset_sizes(spec, declared["presets"]) | {"vocab_size": task.vocab_size}
+        sizes = _preset_sizes(spec, declared["presets"], fixed) | {"vocab_size": task.vocab_size}
     elif "checkpoint" in declared:
-        sizes = _checkpoint_sizes(spec, declared["checkpoint"])
+        sizes = _checkpoint_sizes(spec, declared["checkpoint"]) | fixed
     else:
         raise UserError(
             f"model {spec.name!r} loads no checkpoints: leave model.checkpoint out, or choose another model."
         )
+    sizes |= {"sequence_length": task.sequence_length, "num_labels": tasks.num_labels(task), "lm": int(kind == "lm")}
+    where = f"model {spec.name!r}: PARAMETERS"
     for name, polynomial in declared.get("defaults", {}).items():
         if name not in sizes:
-            sizes[name] = _evaluate(polynomial, sizes, f"model {spec.name!r}: PARAMETERS, defaults, {name}")
-    _check(sizes, task)
-    counts = {
-        part: _evaluate(polynomial, sizes, f"model {spec.name!r}: PARAMETERS, counts, {part}")
-        for part, polynomial in declared["counts"].items()
-    }
+            sizes[name] = _evaluate(polynomial, sizes, f"{where}, defaults, {name}")
+    if kind != "images":
+        _check(sizes, task)
+    each = [
+        sizes | {name: _evaluate(p, sizes, f"{where}, blocks, {name}") for name, p in block.items()}
+        for block in (blocks or [{}] * sizes["layers"])
+    ]
     return ModelShape(
+        kind=kind,
         layers=sizes["layers"],
         width=sizes["width"],
         heads=sizes.get("heads"),
         vocab_size=sizes["vocab_size"],
         positions=sizes.get("positions"),
-        parameters_per_block=(counts["block"],) * sizes["layers"],
-        parameters_embedding=counts["embedding"],
-        parameters_head=counts["head"],
+        num_labels=sizes["num_labels"],
+        boundaries=tuple(tuple(block[name] for name in declared["boundary"]["shape"]) for block in each[:-1]),
+        relu=declared["boundary"]["relu"],
+        shared=_shared(spec, declared),
+        **_polynomials(declared, sizes, each, where),
     )
+
+
+def _polynomials(
+    declared: Mapping[str, Any], sizes: Mapping[str, int], each: Sequence[Mapping[str, int]], where: str
+) -> dict[str, Any]:
+    """parameters_*, flops_* and activations_* of a shape."""
+    found: dict[str, Any] = {}
+    for table, parts in POLYNOMIALS.items():
+        name = "parameters" if table == "counts" else table
+        for part in parts:
+            at, polynomial = f"{where}, {table}, {part}", declared[table][part]
+            if part == "block":
+                found[f"{name}_per_block"] = tuple(_evaluate(polynomial, block, at) for block in each)
+            else:
+                found[f"{name}_{part}"] = _evaluate(polynomial, sizes, at)
+    return found
+
+
+def _shared(spec: ModelSpec, declared: Mapping[str, Any]) -> str:
+    offered = declared.get("shared", [])
+    if spec.shared == "auto":
+        return offered[0] if offered else ""
+    if spec.shared not in offered:
+        raise UserError(
+            f"model {spec.name!r} cannot have its shared parameters {spec.shared!r}; "
+            f"model.shared may be {', '.join(['auto', *offered])}."
+        )
+    return spec.shared
 
 
 def declaration(plugin: plugins.Plugin) -> Mapping[str, Any]:
     """A model plug-in's PARAMETERS. Raises UserError naming what is missing from it, or is none of the keys above."""
     where, declared = f"model {plugin.name!r}: PARAMETERS", plugin.parameters
     _keys(where, declared, [key for key, must in DECLARED.items() if must], DECLARED)
-    _keys(f"{where}, counts", declared["counts"], PARTS, PARTS)
+    for table, parts in POLYNOMIALS.items():
+        _keys(f"{where}, {table}", declared[table], parts, parts)
+    _keys(f"{where}, boundary", declared["boundary"], ("shape", "relu"), ("shape", "relu"))
     if not declared["presets"]:
         raise UserError(f"{where}, presets: there is none; add one, e.g. {{'tiny': {{'layers': 4, 'width': 128}}}}.")
-    for name, sizes in declared["presets"].items():
-        _keys(f"{where}, preset {name!r}", sizes, SIZES)
+    sizes = SIZES if "blocks" not in declared else ("width",)
+    for name, preset in declared["presets"].items():
+        _keys(f"{where}, preset {name!r}", preset, sizes)
     if "checkpoint" in declared:
-        _keys(f"{where}, checkpoint", declared["checkpoint"], ("model_type", *SIZES, "vocab_size"))
+        _keys(f"{where}, checkpoint", declared["checkpoint"], ("model_type", *sizes))
     return declared
 
 
@@ -125,6 +224,45 @@ def _keys(where: str, data: Any, required: Iterable[str], valid: Iterable[str] |
             raise UserError(f"{where}: unknown key {key!r}.{near_miss(key, valid)}")
     if missing := [key for key in required if key not in data]:
         raise UserError(f"{where}: {', '.join(missing)} missing; harness/models/base.py says what each key means.")
+
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of a checkpoint: itself where `name` is one, else what a hub has under that name.
+
+    A hub is asked for what is not in its local cache already, and has to answer within HUB_SECONDS; with
+    HF_HUB_OFFLINE=1 it is not asked. Raises UserError where neither gives a folder.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if HUB_NAME.fullmatch(name) is None:
+        raise UserError(f"model.checkpoint {name} is no directory. {EXPECTED}")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    # Imported here: it takes half a second, and planning with a local folder or none needs no hub.
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    ask = functools.partial(huggingface_hub.snapshot_download, name, allow_patterns=list(HUB_FILES))
+    # The cache may hold parts alone, e.g. what its tokenizer needed.
+    with contextlib.suppress(errors.LocalEntryNotFoundError, UserError):
+        folder = Path(ask(local_files_only=True))
+        checkpoint_files(folder)
+        return folder
+    reason = "HF_HUB_OFFLINE is set, so no hub was asked"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            # The download itself would wait for a silent hub without a limit.
+            huggingface_hub.HfApi().repo_info(name, timeout=HUB_SECONDS)
+            return Path(ask(etag_timeout=HUB_SECONDS))
+        except Exception as error:  # whatever its HTTP stack raises: the files did not come
+            reason = f"{constants.ENDPOINT} did not give it ({type(error).__name__}: {error})".split("\n")[0]
+    raise UserError(
+        f"model.checkpoint {name} is no directory here, no checkpoint in the hub's local cache, and {reason}. Give the "
+        f"path of a local folder, or download {name} where there is a network and copy it. {EXPECTED}"
+    )
 
 
 def checkpoint_config(directory: Path) -> dict[str, Any]:
@@ -142,18 +280,29 @@ def checkpoint_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def checkpoint_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, all of them present. Raises UserError otherwise."""
+def weight_map(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> file name, as a checkpoint's index says; None where it is one file. Raises UserError."""
     if (directory / WEIGHTS).is_file():
-        return (directory / WEIGHTS,)
+        return None
     if not (directory / INDEX).is_file():
         pickled = sorted(path.name for path in directory.glob("*.bin"))
         hint = f" {pickled[0]} is pickled: load it with transformers and save_pretrained it." if pickled else ""
         raise UserError(f"model.checkpoint {directory} has no {WEIGHTS} and no {INDEX}. {EXPECTED}{hint}")
     try:
-        names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        found = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        # A name with a folder in it could lead anywhere.
+        usable = all(isinstance(name, str) and name and Path(name).name == name for name in found.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{directory / INDEX} has no usable weight_map. Save the checkpoint again.") from None
+        usable = False
+    if not usable:
+        raise UserError(f"{directory / INDEX} has no usable weight_map. Save the checkpoint again.")
+    return found
+
+
+def checkpoint_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, all of them present. Raises UserError otherwise."""
+    index = weight_map(directory)
+    names = [WEIGHTS] if index is None else sorted(set(index.values()))
     missing = [name for name in names if not (directory / name).is_file()]
     if missing or not names:
         raise UserError(
@@ -162,19 +311,21 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
     return tuple(directory / name for name in names)
 
 
-def _preset_sizes(spec: ModelSpec, presets: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+def _preset_sizes(
+    spec: ModelSpec, presets: Mapping[str, Mapping[str, int]], fixed: Mapping[str, int]
+) -> dict[str, int]:
     if spec.preset not in presets:
         raise UserError(f"unknown preset {spec.preset!r} of model {spec.name!r}.{near_miss(spec.preset, presets)}")
     sizes = dict(presets[spec.preset])
     overrides = {name: getattr(spec, name) for name in OVERRIDES if getattr(spec, name) is not None}
     if unknown := [name for name in overrides if name not in sizes]:
         raise UserError(f"model {spec.name!r} has no {unknown[0]}: leave model.{unknown[0]} out.")
-    return sizes | overrides
+    return sizes | overrides | dict(fixed)
 
 
 def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int]:
     assert spec.checkpoint is not None
-    directory = Path(spec.checkpoint).expanduser()
+    directory = checkpoint_folder(spec.checkpoint)
     config = checkpoint_config(directory)
     family = config.get("model_type")
     if family != keys["model_type"]:
@@ -221,7 +372,7 @@ def _check(sizes: Mapping[str, int], task: TaskSpec) -> None:
             f"task.sequence_length {task.sequence_length} is longer than the model's {positions} "
             "positions; shorten it or choose a model with more."
         )
-    if task.vocab_size > sizes["vocab_size"]:
+    if task.tokenizer is None and task.vocab_size > sizes["vocab_size"]:
         raise UserError(
             f"task.vocab_size {task.vocab_size} is more than the checkpoint's {sizes['vocab_size']} token "
             "ids; lower it, or use a checkpoint that was trained with this vocabulary."

@@ -14,20 +14,30 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.models.base import ModelShape, StagePart
 
 
-def split(shape: ModelShape, stages: int) -> tuple[StagePart, ...]:
-    """The parts of `stages` stages, balanced by parameters; the embeddings go with the first block, the head
-    with the last. Raises UserError where there are fewer blocks than stages."""
+def split(shape: ModelShape, stages: int, cuts: Sequence[int] | None = None) -> tuple[StagePart, ...]:
+    """The parts of `stages` stages: as `cuts` say (the blocks that stages 1, 2, ... begin with), else balanced by
+    estimated time. The embeddings go with the first block, the head with the last; every block is in exactly one
+    part. Raises UserError where there are fewer blocks than stages, or a cut is none between two blocks."""
     if stages > shape.layers:
         raise UserError(
             f"pipeline.stages {stages} is more than the model's {shape.layers} blocks, and every stage needs "
             f"one; use at most {shape.layers} stages or a model with more layers."
         )
-    costs = [float(count) for count in shape.parameters_per_block]
-    costs[0] += shape.parameters_embedding
-    costs[-1] += shape.parameters_head
+    if cuts is None:
+        costs = [float(count) for count in shape.flops_per_block]
+        costs[-1] += shape.flops_head
+        ranges = balance(costs, stages)
+    else:
+        if cuts and cuts[-1] >= shape.layers:
+            raise UserError(
+                f"pipeline.cuts {list(cuts)}: the model's blocks are 0..{shape.layers - 1}, so a stage can begin with "
+                f"block {shape.layers - 1} at the latest."
+            )
+        ranges = [range(start, stop) for start, stop in itertools.pairwise([0, *cuts, shape.layers])]
+    assert [block for blocks in ranges for block in blocks] == list(range(shape.layers)), "a block was dropped"
     return tuple(
         StagePart(index, stages, blocks, first=index == 0, last=index == stages - 1)
-        for index, blocks in enumerate(balance(costs, stages))
+        for index, blocks in enumerate(ranges)
     )
 
 

@@ -16,7 +16,8 @@ extra forward. tests/contract/test_torch_pipelining.py names every method overri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class CompressedStage(PipelineStage):
     """Stage `stage_index` of `num_stages`; one float tensor crosses each boundary.
 
     channels: (direction, "in" | "out") -> Channel. Forward comes in from the stage before and goes out to the one
-    after, backward the other way; the ends of the pipeline lack theirs.
+    after, backward the other way; the ends of the pipeline lack theirs, and so do neighbours on one rank (schedules
+    shaped like a V), between which tensors are handed over as they are. visit(ids, step) is called before each
+    micro-batch's forward and backward; autocast: the type matrix products are done in, None = float32.
     """
 
     def __init__(
@@ -44,18 +47,31 @@ class CompressedStage(PipelineStage):
         channels: dict[tuple[Direction, str], Channel],
         recorder: Recorder,
         group: dist.ProcessGroup | None = None,
+        local: Sequence[int] = (),
+        visit: Callable[[tuple[int, ...], int], None] = lambda ids, step: None,
+        autocast: torch.dtype | None = None,
     ):
+        """local: the stages on this rank."""
         super().__init__(module, stage_index, num_stages, torch.device("cpu"), group=group)
+        before = stage_index > 0 and stage_index - 1 not in local
+        after = stage_index < num_stages - 1 and stage_index + 1 not in local
         expected = {
-            ("forward", "in"): stage_index > 0,
-            ("forward", "out"): stage_index < num_stages - 1,
-            ("backward", "in"): stage_index < num_stages - 1,
-            ("backward", "out"): stage_index > 0,
+            ("forward", "in"): before,
+            ("forward", "out"): after,
+            ("backward", "in"): after,
+            ("backward", "out"): before,
         }
         assert set(channels) == {side for side, there in expected.items() if there}, "channels do not fit the stage"
         self.channels = channels
         self.recorder = recorder
+        self._visit, self._autocast = visit, autocast
         self._chunk = -1
+        self._offset = 0
+        self._ids: Sequence[tuple[int, ...]] = ()
+        self._side: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._handed: dict[tuple[str, int], torch.Tensor] = {}
+        #: Whether the last backward averages gradients between data groups: in the last pass of a step.
+        self.synchronise = True
 
     # --- around a step -------------------------------------------------------------------------------------------
 
@@ -67,8 +83,15 @@ class CompressedStage(PipelineStage):
         training: bool,
         use: dict[tuple[Direction, int], str],
         watch: dict[tuple[Direction, int], tuple[str, ...]],
+        side: Sequence[Mapping[str, torch.Tensor]] = (),
+        offset: int = 0,
     ) -> None:
-        """Post the receives of a step. use / watch: by (direction, boundary), see Channel.begin_step."""
+        """Post the receives of a step. use / watch: by (direction, boundary), see Channel.begin_step; side: what the
+        module takes besides its input, by micro-batch; offset: number of the first micro-batch in what is recorded."""
+        self._step, self._ids, self._side, self._offset = step, ids, side, offset
+        self._handed.clear()
+        for channel in self.channels.values():
+            channel.offset = offset
         for (direction, _), channel in self.channels.items():
             if training or direction == "forward":
                 key = (direction, channel.boundary)
@@ -103,39 +126,67 @@ class CompressedStage(PipelineStage):
             # Popped on the first stage too, where there is nobody to send to: torch's own stage leaves it behind.
             gradients = self.bwd_cache.pop(bwd_chunk_id)
             if not self.is_first:
-                gradient = gradients[0]
-                assert gradient is not None, "the boundary tensor got no gradient"
-                self.channels["backward", "out"].send(bwd_chunk_id, gradient)
+                self.channels["backward", "out"].send(bwd_chunk_id, _only(gradients))
         return []
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
-        decoded = self.channels["forward", "in"].receive(fwd_chunk_id)
+        if ("forward", fwd_chunk_id) in self._handed:
+            decoded = self._handed.pop(("forward", fwd_chunk_id))
+        else:
+            decoded = self.channels["forward", "in"].receive(fwd_chunk_id)
         # A new leaf each time, on the channel's storage: a kept one would accumulate gradients across steps.
         return (decoded.detach().requires_grad_(self.has_backward and torch.is_grad_enabled()),)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        if ("backward", bwd_chunk_id) in self._handed:
+            return (self._handed.pop(("backward", bwd_chunk_id)),)
         return (self.channels["backward", "in"].receive(bwd_chunk_id),)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._handed["forward", mb_index] = prev_stage_outputs
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        return self.bwd_cache.pop(mb_index) if self.has_backward else (None,)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            self._handed["backward", mb_index] = _only(next_stage_bwd_outputs)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         self._chunk = fwd_chunk_id
+        self._visit(self._ids[fwd_chunk_id], self._step)
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._chunk = bwd_chunk_id
+        # Recomputed blocks meet the dropout masks of this micro-batch again.
+        self._visit(self._ids[bwd_chunk_id], self._step)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._chunk = bwd_chunk_id
+        self._visit(self._ids[bwd_chunk_id], self._step)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         start = now()
-        output = super().forward_maybe_with_nosync(*args, **kwargs)
-        self.recorder.span("forward_compute", start, now(), self._chunk)
+        cast = torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext()
+        # Added here and not before: torch would keep it for the backward pass as if it were an input.
+        side = self._side[self._chunk] if self._side else {}
+        with cast:
+            output = super().forward_maybe_with_nosync(*args, **kwargs, **side)
+        # The boundary tensor and the loss are float32 whatever the products were done in.
+        output = output.float()
+        self.recorder.span("forward_compute", start, now(), self._offset + self._chunk, stage=self.stage_index)
         return output
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         start = now()
-        result = super().backward_maybe_with_nosync(*args, **kwargs)
-        self.recorder.span("backward_compute", start, now(), self._chunk)
+        last_backward = last_backward and self.synchronise
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        self.recorder.span("backward_compute", start, now(), self._offset + self._chunk, stage=self.stage_index)
         return result
 
     # --- metadata inference, skipped -----------------------------------------------------------------------------
@@ -148,9 +199,18 @@ class CompressedStage(PipelineStage):
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         self.chunks = num_microbatches
+        # A schedule of several stages a rank looks up where inputs come from; there is nothing for it to know.
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
         # backward_one_chunk counts the boundary inputs by this tuple's length.
         self._stage_meta.inputs = (None,)  # type: ignore[assignment]
         self.act_send_info = {}
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         self.chunks = num_microbatches
+
+
+def _only(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The gradient of the boundary tensor."""
+    gradient = gradients[0]
+    assert gradient is not None, "the boundary tensor got no gradient"
+    return gradient

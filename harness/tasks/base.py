@@ -1,20 +1,36 @@
 """What every task shares: the data set it prepares, a batch, and which samples each step takes.
 
-A task plug-in defines
+A task plug-in says in its literal `PARAMETERS`, so that planning costs no import:
 
-    prepare(spec, cache_dir) -> Dataset                   the same on every rank, in every process
-    batch(samples, ids, weights=None) -> Batch            rows of `train` or `held_out` as a model takes them
+    kind          what its batches are: `lm` (token ids; targets one token ahead), `classification` (token ids, a mask
+                  as side; class numbers) or `images` (float32 (3, 32, 32); class numbers)
+    corpora       name -> {"labels": number of classes (absent: none), "fetch": name for `thinpipe fetch-data`, "hub":
+                  name of a published data set, read through `datasets`} (neither: comes with a package)
+
+and defines
+
+    prepare(spec, cache_dir) -> Dataset                   the same on every rank, in every process; leaves no thread
+    batch(samples, ids, weights=None, *, epoch=None) -> Batch    rows of `train` or `held_out` as a model takes them;
+                                                          epoch: of training (augmentation), None in evaluation
     epoch_batches, evaluation_batches                     the ones below, unless it has an order of its own
+    predict(output) -> tensor                             (may be left out) what of a model's output is scored, a row
+                                                          a sample
+    score(predictions, targets) -> {name: float}          (may be left out) metrics.SCORES of a whole evaluation
 
 Ranks agree on every batch without a message: ids follow from seed and epoch alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from thinpipe.harness import plugins
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,22 +38,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples of a task, one a row. provenance: what the data was, as plain JSON data, for the manifest."""
+    """Samples of a task. provenance: what the data was, as plain JSON data, for the manifest. vocab_size: token ids are
+    below it, it is at most the task's (images: 0).
 
-    train: torch.Tensor
-    held_out: torch.Tensor
+    train, held_out: whatever the task's `batch` takes, with a length: one sample a row.
+    """
+
+    train: Any
+    held_out: Any
     vocab_size: int
     provenance: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """ids: rows of the data set, a sample's identity for a memory. weights: float32 (B,), 0 for padding."""
+    """ids: a sample's identity for a memory, below num_identities(spec). weights: float32 (B,), 0 for padding.
+
+    side: name -> tensor (B, ...), what every stage's forward takes besides its input (attention_mask: (B, S), 1 =
+    token, 0 = padding).
+    """
 
     ids: tuple[int, ...]
     inputs: torch.Tensor
     targets: torch.Tensor
     weights: torch.Tensor
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def kind(task: TaskSpec) -> str:
+    """What the task's batches are: lm, classification or images."""
+    return plugins.get("tasks", task.name).parameters["kind"]
+
+
+def num_labels(task: TaskSpec) -> int:
+    """Classes of the task, 0 where it has none. Raises UserError where neither the corpus nor the spec says."""
+    declared = plugins.get("tasks", task.name).parameters
+    if declared["kind"] == "lm":
+        if task.num_labels is not None:
+            raise UserError(f"task.num_labels has no effect on task {task.name!r}: leave it out.")
+        return 0
+    known = declared["corpora"].get(task.corpus, {}).get("labels")
+    if known is None and task.num_labels is None:
+        raise UserError(
+            f"task.num_labels must say how many classes {task.corpus!r} has; task {task.name!r} knows: "
+            f"{', '.join(declared['corpora'])}."
+        )
+    if task.num_labels is not None and known not in (None, task.num_labels):
+        raise UserError(f"task.num_labels is {task.num_labels}, but {task.corpus!r} has {known}: leave it out.")
+    return known or task.num_labels or 0
+
+
+def num_identities(task: TaskSpec, num_samples: int) -> int:
+    """Identities that `num_samples` samples have for a memory: each augmented variant is one of its own."""
+    return num_samples * (task.variants if task.augment == "variant" else 1)
 
 
 def epoch_batches(num_samples: int, batch_size: int, *, seed: int, epoch: int) -> list[tuple[int, ...]]:

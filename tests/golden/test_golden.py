@@ -5,13 +5,9 @@ micro-batches with Hugging Face's own model. With it, the network may change the
 """
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
+from reference import plain_loop
 from runs import Lab, small
-from thinpipe.harness import plugins, steps, train, worker
-from thinpipe.harness.models import base as models
-from thinpipe.harness.pipeline import partition
 from thinpipe.harness.runner import Session
 
 pytestmark = [pytest.mark.lab, pytest.mark.e2e]
@@ -25,72 +21,18 @@ ODD = small(
 )
 
 
-def hugging_face(spec):
-    """GPT2LMHeadModel, head untied, with the weights a one-stage run would start from."""
-    shape = models.resolve(spec.model, spec.task)
-    (part,) = partition.split(shape, 1)
-    ours = plugins.get("models", "gpt2").load().build(spec.model, shape, part, seed=spec.seed)
-    config = GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.positions, n_embd=shape.width, n_layer=shape.layers,
-        n_head=shape.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
-        use_cache=False, attn_implementation="sdpa",
-        activation_function="gelu_pytorch_tanh",
-    )  # fmt: skip
-    theirs = GPT2LMHeadModel(config)
-    state = {}
-    for name, value in ours.named_parameters():
-        state[name if name.startswith("lm_head") else f"transformer.{name}"] = value.detach().clone()
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert not [name for name in missing if not name.endswith((".attn.bias", ".attn.masked_bias"))]
-    return theirs.train()
-
-
-def plain_loop(spec):
-    """Losses of one process: torch and transformers only, micro-batches accumulated, torch's own clipping."""
-    torch.set_num_threads(1)
-    data = worker.prepare(spec)
-    model = hugging_face(spec)
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.train.weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=spec.train.lr, fused=True)
-    plan = steps.plan(spec, len(data.dataset.train), data.task.epoch_batches)
-    pieces = spec.pipeline.microbatches
-    losses = []
-    for number, step in enumerate(plan):
-        rows = data.dataset.train[list(step.ids)]
-        total = 0.0
-        for part in rows.chunk(pieces):
-            logits = model(input_ids=part[:, :-1], attention_mask=None).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
-            loss.backward()
-            total += loss.detach()
-        for parameter in model.parameters():
-            parameter.grad.div_(pieces)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), spec.train.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(number, len(plan), spec.train)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(total) / pieces)
-    return losses
-
-
 @pytest.fixture(scope="module")
-def reference():
+def expected_losses():
     return {"even": plain_loop(EVEN), "odd": plain_loop(ODD)}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", ["even", "odd"])
-def test_losses_equal_a_plain_loop_bit_for_bit(trained, reference, size, stages):
+def test_losses_equal_a_plain_loop_bit_for_bit(trained, expected_losses, size, stages):
     spec = {"even": EVEN, "odd": ODD}[size]
     spec = small(**{**spec.canonical(), "pipeline": {**spec.canonical().get("pipeline", {}), "stages": stages}})
     losses = trained.losses(spec)
-    expected = reference[size]
+    expected = expected_losses[size]
     assert len(losses) == len(expected) == 20
     assert losses == expected
     assert losses[-1] < losses[0] - 0.1, "it must have learnt something for the comparison to mean anything"

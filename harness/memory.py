@@ -1,0 +1,292 @@
+"""How much memory each rank of a run will need, from its spec alone. Pure; imports no torch. Formulas: docs/numbers.md.
+
+A rank's peak is over what its process has after its imports (rss.py measures the same). It comes in a backward pass:
+
+    forward of n micro-batches        backward of the first      of the others
+               ______________    ___
+             _/              \\__/   \\___            n = micro-batches in flight (the schedule)
+          __/                           \\___        a unit (head, block, embeddings) that is passed frees what it
+    _____/                                           kept and leaves its gradients
+    parameters, optimizer, buffers, caches: all the time
+
+glibc's malloc takes tensors of up to 32 MiB from its heap, which does not shrink where something lies above a hole,
+and gives larger ones pages of their own, which go back at once. So the peak is the heap's highest and its holes, and
+the most that large tensors take, whether or not both come together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from thinpipe.harness import plugins
+from thinpipe.harness.compression import grammar
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.models import base as models
+from thinpipe.harness.models.base import ModelShape, StagePart
+from thinpipe.harness.pipeline import partition, placement
+from thinpipe.harness.predict import steps
+from thinpipe.harness.regimes import DIRECTIONS
+from thinpipe.harness.spec import RunSpec, TaskSpec
+from thinpipe.harness.tasks import base as tasks
+
+FLOAT = 4
+HEADER = 64
+# Measured: what code paths met for the first time, gloo and Python's objects take, and holes in the heap.
+FIXED_BYTES = 20 * 2**20
+HOLES = 0.12
+SPAN_BYTES = 500
+# glibc's DEFAULT_MMAP_THRESHOLD_MAX.
+LARGE_BYTES = 32 * 2**20
+# Of what a block keeps, its largest tensor, whose gradient the backward pass needs besides; of its parameters, likewise.
+TENSOR, MATRIX = 1 / 4, 1 / 3
+# A run keeps this share of the free memory for everything else.
+RESERVE = 0.1
+# Copies of the gradients that each exchange keeps: buckets, and momenta or errors.
+EXCHANGES = {"none": 1, "fp16": 1, "bf16": 1, "powersgd": 2, "quantized-adam": 2}
+CACHE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 4}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one rank at its peak, by what they are for; `activations` with what the backward pass needs besides
+    them; `buffers`: frames and decoded tensors; `other`: holes in the heap, spans, and what every process takes."""
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    caches: int
+    other: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rank"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Unit(NamedTuple):
+    """A head, a block or the embeddings: its parameters and what it keeps for the backward pass of a micro-batch, of
+    these the largest, and what its backward pass needs besides. Elements."""
+
+    parameters: int
+    kept: int
+    matrix: int
+    tensor: int
+    besides: int
+
+    def held(self, *, large: bool) -> tuple[int, int]:
+        """(parameters, kept) of which the largest are, or are not, LARGE_BYTES."""
+        return (
+            self.parameters if (FLOAT * self.matrix > LARGE_BYTES) is large else 0,
+            self.kept if (FLOAT * self.tensor > LARGE_BYTES) is large else 0,
+        )
+
+
+def predict(spec: RunSpec, num_samples: int | None = None) -> list[Prediction]:
+    """Each rank's peak, ranks ascending. num_samples: of the training data; None = as the spec says."""
+    shape = models.resolve(spec.model, spec.task)
+    parts = partition.split(shape, spec.pipeline.stages, spec.pipeline.cuts)
+    samples = _samples(spec, num_samples)
+    pipeline = [_rank(spec, shape, parts, place, samples) for place in range(spec.pipeline.ranks)]
+    return [Prediction(rank, **pipeline[rank % spec.pipeline.ranks].parts) for rank in range(spec.world_size)]
+
+
+def fits(spec: RunSpec, num_samples: int | None = None, available_bytes: int | None = None) -> None:
+    """Raise UserError where the ranks of a run, all on this machine, need more than it has free (None: asked of it)."""
+    found = predict(spec, num_samples)
+    needed = sum(one.total for one in found)
+    free = _available() if available_bytes is None else available_bytes
+    allowed = int(free * (1 - RESERVE))
+    if needed <= allowed:
+        return
+    most = max(found, key=lambda one: one.total)
+    shown = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(most.parts.items(), key=_by_size) if size)
+    raise UserError(
+        f"the ranks of this run need {_gib(needed)} GiB together, but only {_gib(allowed)} GiB of the free "
+        f"{_gib(free)} GiB may be used. Rank {most.rank} needs most, {_gib(most.total)} GiB: {shown}. {_advice(spec, found)}"
+    )
+
+
+# --- one rank ---
+
+
+def _rank(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], place: int, samples: int) -> Prediction:
+    own = placement.stages_of(place, spec.pipeline)
+    units = {stage: _units(spec, shape, parts[stage]) for stage in own}
+    parameters = sum(unit.parameters for mine in units.values() for unit in mine)
+    # Averaging between data groups keeps the gradients a second time, in buckets, and some exchanges their errors.
+    grouped = spec.data_parallel.groups > 1
+    copies = EXCHANGES[spec.data_parallel.exchange] if grouped else 0
+    state = 2 if spec.train.optimizer == "adamw" else 1 if spec.train.momentum else 0
+    heap, large = (max(_peak(spec, units, stage, large=large) for stage in own) for large in (False, True))
+    in_heap = sum(unit.held(large=False)[0] for mine in units.values() for unit in mine)
+    buffers = _buffers(spec, shape, parts, own)
+    return Prediction(
+        rank=place,
+        parameters=FLOAT * parameters,
+        gradients=FLOAT * parameters * (1 + copies),
+        optimizer=FLOAT * state * parameters,
+        activations=FLOAT * max(0, heap + large - parameters),
+        buffers=buffers,
+        caches=_caches(spec, shape, parts, own, samples),
+        other=FIXED_BYTES + int(HOLES * FLOAT * (heap + state * in_heap)) + _records(spec, len(own)),
+    )
+
+
+def _units(spec: RunSpec, shape: ModelShape, part: StagePart) -> list[Unit]:
+    """What a stage is made of, in the order of its backward pass."""
+    size, found = spec.microbatch_size, []
+    if part.last:
+        kept, weights = size * shape.activations_head, shape.parameters_head
+        # Gradients of the loss and of the output, then that of the matrix, when the first two are gone.
+        found.append(Unit(weights, kept, weights, kept // 2, max(kept, weights)))
+    for block in reversed(part.blocks):
+        whole, weights = size * shape.activations_per_block[block], shape.parameters_per_block[block]
+        tensor, matrix = int(TENSOR * whole), int(MATRIX * weights)
+        kept = whole
+        if spec.train.recompute:
+            # Its input alone is kept; the rest is made anew, and then all of it is there.
+            kept = size * _width(shape, block)
+        found.append(Unit(weights, kept, matrix, tensor, whole - kept + tensor + matrix))
+    if part.first:
+        kept, weights = size * shape.activations_embedding, shape.parameters_embedding
+        found.append(Unit(weights, kept, weights, kept, weights))
+    return found
+
+
+def _width(shape: ModelShape, block: int) -> int:
+    """Elements of a block's input, of one sample; of the first block's output, as what lies before it is no boundary."""
+    return math.prod(shape.boundaries[max(block - 1, 0)]) if shape.boundaries else 0
+
+
+def _records(spec: RunSpec, stages: int) -> int:
+    """Spans, which a rank keeps until its end: of a stage's two passes and four channel ends a micro-batch."""
+    each = stages * spec.pipeline.microbatches * spec.train.accumulate * (2 + 2 * 4) + 6
+    return SPAN_BYTES * each * steps(spec)
+
+
+def in_flight(spec: RunSpec, stage: int) -> int:
+    """Micro-batches that `stage` holds activations of at once, at most (torch.distributed.pipelining's schedules)."""
+    pipe, pieces = spec.pipeline, spec.pipeline.microbatches
+    if pipe.schedule == "1f1b":
+        return min(pieces, pipe.stages - stage)
+    if pipe.schedule in ("interleaved-1f1b", "interleaved-zb"):
+        rank, each = placement.rank_of(stage, pipe), pipe.stages_per_rank
+        hops = 2 if pipe.schedule == "interleaved-1f1b" else 1
+        ahead = (each - 1) * pipe.ranks + hops * (pipe.ranks - 1 - rank) + 1
+        return min(pieces, -(-ahead // each) + pipe.ranks // 2)
+    if pipe.schedule in placement.V_SHAPED:
+        return min(pieces, 2 * pipe.ranks)
+    return pieces
+
+
+def _peak(spec: RunSpec, units: Mapping[int, Sequence[Unit]], stage: int, *, large: bool) -> int:
+    """Most elements of activations and gradients a rank has in its heap, or large, when `stage` is in a backward pass
+    and its other stages hold all they may: the first such pass (no gradients yet), or a later one (all)."""
+    flight = in_flight(spec, stage)
+    every = spec.pipeline.microbatches > flight
+    first = sum(in_flight(spec, own) * u.held(large=large)[1] for own, mine in units.items() for u in mine)
+    gradients = sum(u.held(large=large)[0] for mine in units.values() for u in mine)
+    later = first + gradients - (0 if every else sum(u.held(large=large)[1] for u in units[stage]))
+    highest = max(first, gradients)
+    for unit in units[stage]:
+        parameters, kept = unit.held(large=large)
+        besides = unit.besides if (FLOAT * max(unit.matrix, unit.tensor) > LARGE_BYTES) is large else 0
+        highest = max(highest, first + besides)
+        first += parameters - kept
+        if flight > 1 or every:
+            highest = max(highest, later + besides)
+            later -= kept
+    return highest
+
+
+def _buffers(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], own: Iterable[int]) -> int:
+    """Frames of all micro-batches at both ends, and what is decoded from them."""
+    between, total = placement.boundaries(spec.pipeline), 0
+    for stage in own:
+        for boundary in {stage - 1, stage} & set(between):
+            tensor = FLOAT * spec.microbatch_size * math.prod(shape.boundaries[parts[boundary].blocks[-1]])
+            # A frame each way, one of them decoded.
+            total += spec.pipeline.microbatches * (2 * (tensor + HEADER) + tensor)
+    return total
+
+
+# --- caches ---
+
+
+def _samples(spec: RunSpec, num_samples: int | None) -> int:
+    """Identities that the memories of one pipeline meet."""
+    count = num_samples or spec.task.num_sequences or TaskSpec().num_sequences or 1
+    if spec.measure == "timing":
+        count = min(count, spec.timing.batches * spec.train.batch_size)
+    return tasks.num_identities(spec.task, -(-count // spec.data_parallel.groups))
+
+
+def _caches(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], own: Iterable[int], samples: int) -> int:
+    total = 0
+    for stage, direction in itertools.product(own, DIRECTIONS):
+        for boundary in {stage - 1, stage} & set(placement.boundaries(spec.pipeline)):
+            sample = shape.boundaries[parts[boundary].blocks[-1]]
+            rules = [rule for rule in spec.compression.rules(direction) if rule.boundary in (None, boundary)]
+            for text in {grammar.canonical(rule.use) for rule in rules}:
+                total += samples * row_bytes(text, sample)
+    return total
+
+
+def row_bytes(text: str, sample: Sequence[int]) -> int:
+    """Bytes that a memory keeps of one sample, at one end; 0 of a codec. sample: shape of its tensor."""
+    node = grammar.parse(text)
+    found = plugins.find("memories").get(node.name)
+    if found is None:
+        return 0
+    elements = math.prod(sample)
+    cache = node.options.get("cache")
+    name = found.parameters["cache"]["default"] if cache is None else cache.name
+    if name in CACHE_BYTES:
+        return CACHE_BYTES[name] * elements
+    bits = grammar.bits(f"{name}:{cache.argument}" if cache is not None and cache.argument else name) or 32.0
+    # Codes, and a scale of 2 B a channel.
+    return math.ceil(elements * bits / 8) + 2 * sample[-1]
+
+
+# --- what people are told ---
+
+
+def _available() -> int:
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _by_size(part: tuple[str, int]) -> int:
+    return -part[1]
+
+
+def _advice(spec: RunSpec, found: Sequence[Prediction]) -> str:
+    """What to lower: of what takes most, over all ranks."""
+    total = {name: sum(one.parts[name] for one in found) for name in found[0].parts}
+    most = max(total, key=lambda name: total[name])
+    if most == "caches":
+        return (
+            f"Lower task.num_sequences ({spec.task.num_sequences}), task.sequence_length or the width, or choose a "
+            "smaller cache, e.g. delta(..., cache=fixpoint:4)."
+        )
+    if most in ("activations", "buffers"):
+        return (
+            f"Lower train.batch_size ({spec.train.batch_size}) or task.sequence_length, raise train.accumulate, or set "
+            'train.recompute or pipeline.schedule "1f1b".'
+        )
+    return "Choose a smaller model (model.preset, layers, width), or task.vocab_size; sgd keeps less than adamw."

@@ -1,0 +1,49 @@
+"""Held-out accuracy, Matthews correlation and F1 of a classification against optimizer steps."""
+
+from __future__ import annotations
+
+import functools
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from thinpipe.plots import _curves, style
+from thinpipe.plots import _select as select
+
+VERSION = 1
+SUMMARY = "held-out accuracy, Matthews correlation and F1 against steps, one line a method"
+SOURCE = "Rudakov et al., arXiv 2401.07788"
+PARAMETERS: dict = {}
+REQUIRES = ("runs", "evals")
+NAME = "score_vs_step"
+COLUMNS = "tables evals (step, accuracy, matthews, f1), runs (arm, seed, state, fidelity)"
+
+
+def figures(tables: select.Tables) -> select.Drawn:
+    return select.per_part(NAME, _scored(tables), functools.partial(_figure, tables))
+
+
+def _scored(tables: select.Tables) -> pd.DataFrame:
+    """Runs of the parts that have any score: another part, of language modelling, is none the worse for it."""
+    runs = select.trained(tables)
+    evals = tables["evals"]
+    scored = set(evals.loc[evals[list(_curves.SCORES)].notna().any(axis=1), "run_id"])
+    parts = set(runs.loc[runs["run_id"].isin(scored), "part"])
+    if not parts:
+        raise select.nothing(tables, "a classification that was evaluated")
+    return runs[runs["part"].isin(parts)]
+
+
+def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
+    runs = select.once(runs)
+    kinds = {kind: _curves.curves(tables, kind, runs) for kind in _curves.SCORES}
+    kinds = {kind: found for kind, found in kinds.items() if found}
+    fig = style.new_figure(1, len(kinds))
+    counts = []
+    for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
+        counts += _curves.panel(ax, kind, "step", runs, found)
+        ax.set_xlabel("optimizer steps")
+    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
+    text += _curves.remark(runs, kinds)
+    style.finish(fig, f"Score against steps, part {part}", text, _curves.legend(runs))
+    return fig
