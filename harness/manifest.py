@@ -17,7 +17,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import plugins
+from thinpipe.harness import folders, plugins
+from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import RunSpec
 from thinpipe.netem import tools as netem_tools
 from thinpipe.netem.errors import NetemError
@@ -64,10 +65,13 @@ def input_hashes(spec: RunSpec) -> dict[str, str]:
 
     Of each file its size and its first MiB are hashed: enough to notice another file, cheap enough for a plan.
     """
-    named = [Path(spec.task.corpus).expanduser()]
+    corpus = Path(spec.task.corpus).expanduser()
+    named = sorted(corpus.glob("*"))[:64] if corpus.is_dir() else [corpus]
     if spec.model.checkpoint is not None:
-        folder = Path(spec.model.checkpoint).expanduser()
+        folder = _folder(spec.model.checkpoint)
         named += [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    if spec.task.tokenizer not in (None, "checkpoint"):
+        named += sorted(_folder(spec.task.tokenizer).glob("*token*.json"))
     hashes = {}
     for path in named:
         if path.is_file():
@@ -76,6 +80,14 @@ def input_hashes(spec: RunSpec) -> dict[str, str]:
                 digest.update(file.read(1 << 20))
             hashes[str(path)] = digest.hexdigest()[:16]
     return hashes
+
+
+def _folder(text: str) -> Path:
+    """What a checkpoint or tokenizer names; nothing that can be looked at where it is not on this machine."""
+    try:
+        return folders.resolve(text).expanduser()
+    except UserError:
+        return Path(text)
 
 
 def plugin_hashes(spec: RunSpec) -> dict[str, dict[str, Any]]:

@@ -35,18 +35,21 @@ from thinpipe.harness.tasks import base as tasks
 
 FLOAT = 4
 HEADER = 64
-# Measured: what code paths met for the first time, gloo and Python's objects take, and holes in the heap.
-FIXED_BYTES = 20 * 2**20
-HOLES = 0.12
+# Measured: what code paths met for the first time, gloo and Python's objects take; and holes in the heap, as shares of
+# what one micro-batch keeps (of what it makes anew where that is recomputed) and of gradients and optimizer's state.
+FIXED_BYTES = 8 * 2**20
+HOLES_KEPT, HOLES_ANEW, HOLES_STATE = 0.8, 1.5, 0.2
+# With dropout: copies of the attention weights (heads x tokens x tokens) that a block keeps, and that it needs besides.
+DROPOUT_KEPT, DROPOUT_HOLES = 2.25, 10
 SPAN_BYTES = 500
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX.
 LARGE_BYTES = 32 * 2**20
-# Of what a block keeps, its largest tensor, whose gradient the backward pass needs besides; of its parameters, likewise.
+# The largest tensor of what a block keeps, and of its parameters: the backward pass needs their gradients besides.
 TENSOR, MATRIX = 1 / 4, 1 / 3
 # A run keeps this share of the free memory for everything else.
 RESERVE = 0.1
 # Copies of the gradients that each exchange keeps: buckets, and momenta or errors.
-EXCHANGES = {"none": 1, "fp16": 1, "bf16": 1, "powersgd": 2, "quantized-adam": 2}
+EXCHANGES = {"none": 1, "fp16": 1, "bf16": 1, "powersgd": 3, "quantized-adam": 2}
 CACHE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 4}
 
 
@@ -75,13 +78,14 @@ class Prediction:
 
 class Unit(NamedTuple):
     """A head, a block or the embeddings: its parameters and what it keeps for the backward pass of a micro-batch, of
-    these the largest, and what its backward pass needs besides. Elements."""
+    these the largest, what its backward pass needs besides, and holes that its forward pass leaves. Elements."""
 
     parameters: int
     kept: int
     matrix: int
     tensor: int
     besides: int
+    holes: int
 
     def held(self, *, large: bool) -> tuple[int, int]:
         """(parameters, kept) of which the largest are, or are not, LARGE_BYTES."""
@@ -112,7 +116,8 @@ def fits(spec: RunSpec, num_samples: int | None = None, available_bytes: int | N
     shown = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(most.parts.items(), key=_by_size) if size)
     raise UserError(
         f"the ranks of this run need {_gib(needed)} GiB together, but only {_gib(allowed)} GiB of the free "
-        f"{_gib(free)} GiB may be used. Rank {most.rank} needs most, {_gib(most.total)} GiB: {shown}. {_advice(spec, found)}"
+        f"{_gib(free)} GiB may be used. Rank {most.rank} needs most, {_gib(most.total)} GiB: {shown}. "
+        f"{_advice(spec, found)}"
     )
 
 
@@ -127,8 +132,10 @@ def _rank(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], place: i
     grouped = spec.data_parallel.groups > 1
     copies = EXCHANGES[spec.data_parallel.exchange] if grouped else 0
     state = 2 if spec.train.optimizer == "adamw" else 1 if spec.train.momentum else 0
-    heap, large = (max(_peak(spec, units, stage, large=large) for stage in own) for large in (False, True))
-    in_heap = sum(unit.held(large=False)[0] for mine in units.values() for unit in mine)
+    heap, large = (max(_peak(spec, units, stage, place, large=large) for stage in own) for large in (False, True))
+    every = [unit for mine in units.values() for unit in mine]
+    in_heap = sum(unit.held(large=False)[0] for unit in every)
+    holes = sum(unit.holes for unit in every) + int(HOLES_STATE * (1 + state) * in_heap)
     buffers = _buffers(spec, shape, parts, own)
     return Prediction(
         rank=place,
@@ -138,7 +145,7 @@ def _rank(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], place: i
         activations=FLOAT * max(0, heap + large - parameters),
         buffers=buffers,
         caches=_caches(spec, shape, parts, own, samples),
-        other=FIXED_BYTES + int(HOLES * FLOAT * (heap + state * in_heap)) + _records(spec, len(own)),
+        other=FIXED_BYTES + FLOAT * holes + _records(spec, len(own)),
     )
 
 
@@ -148,24 +155,34 @@ def _units(spec: RunSpec, shape: ModelShape, part: StagePart) -> list[Unit]:
     if part.last:
         kept, weights = size * shape.activations_head, shape.parameters_head
         # Gradients of the loss and of the output, then that of the matrix, when the first two are gone.
-        found.append(Unit(weights, kept, weights, kept // 2, max(kept, weights)))
-    for block in reversed(part.blocks):
-        whole, weights = size * shape.activations_per_block[block], shape.parameters_per_block[block]
-        tensor, matrix = int(TENSOR * whole), int(MATRIX * weights)
-        kept = whole
-        if spec.train.recompute:
-            # Its input alone is kept; the rest is made anew, and then all of it is there.
-            kept = size * _width(shape, block)
-        found.append(Unit(weights, kept, matrix, tensor, whole - kept + tensor + matrix))
+        found.append(_unit(weights, kept, weights, kept // 2, max(kept, weights)))
+    found += [_block(spec, shape, block) for block in reversed(part.blocks)]
     if part.first:
         kept, weights = size * shape.activations_embedding, shape.parameters_embedding
-        found.append(Unit(weights, kept, weights, kept, weights))
+        found.append(_unit(weights, kept, weights, kept, weights))
     return found
 
 
-def _width(shape: ModelShape, block: int) -> int:
-    """Elements of a block's input, of one sample; of the first block's output, as what lies before it is no boundary."""
-    return math.prod(shape.boundaries[max(block - 1, 0)]) if shape.boundaries else 0
+def _unit(parameters: int, kept: int, matrix: int, tensor: int, besides: int) -> Unit:
+    small = FLOAT * tensor <= LARGE_BYTES
+    return Unit(parameters, kept, matrix, tensor, besides, int(HOLES_KEPT * kept) if small else 0)
+
+
+def _block(spec: RunSpec, shape: ModelShape, block: int) -> Unit:
+    size, weights = spec.microbatch_size, shape.parameters_per_block[block]
+    whole = size * shape.activations_per_block[block]
+    tensor, matrix = int(TENSOR * whole), int(MATRIX * weights)
+    attention = size * (shape.heads or 0) * spec.task.sequence_length**2 if spec.model.dropout else 0
+    whole += int(DROPOUT_KEPT * attention)
+    made = _unit(weights, whole, matrix, tensor, tensor + matrix)
+    made = made._replace(holes=made.holes + DROPOUT_HOLES * attention)
+    if not spec.train.recompute:
+        return made
+    # Its output alone is kept. The rest is made anew: in the holes that it left in the heap, or in pages of their own.
+    kept = size * math.prod(shape.boundaries[min(block, len(shape.boundaries) - 1)]) if shape.boundaries else 0
+    if FLOAT * tensor > LARGE_BYTES:
+        return made._replace(kept=kept, besides=whole + tensor + matrix)
+    return made._replace(kept=kept, holes=int(HOLES_ANEW * whole) + DROPOUT_HOLES * attention)
 
 
 def _records(spec: RunSpec, stages: int) -> int:
@@ -174,39 +191,44 @@ def _records(spec: RunSpec, stages: int) -> int:
     return SPAN_BYTES * each * steps(spec)
 
 
-def in_flight(spec: RunSpec, stage: int) -> int:
-    """Micro-batches that `stage` holds activations of at once, at most (torch.distributed.pipelining's schedules)."""
-    pipe, pieces = spec.pipeline, spec.pipeline.microbatches
-    if pipe.schedule == "1f1b":
-        return min(pieces, pipe.stages - stage)
-    if pipe.schedule in ("interleaved-1f1b", "interleaved-zb"):
-        rank, each = placement.rank_of(stage, pipe), pipe.stages_per_rank
-        hops = 2 if pipe.schedule == "interleaved-1f1b" else 1
-        ahead = (each - 1) * pipe.ranks + hops * (pipe.ranks - 1 - rank) + 1
-        return min(pieces, -(-ahead // each) + pipe.ranks // 2)
-    if pipe.schedule in placement.V_SHAPED:
-        return min(pieces, 2 * pipe.ranks)
-    return pieces
+def in_flight(spec: RunSpec, place: int) -> float:
+    """Micro-batches whose activations the stages of a pipeline's rank hold at once, at most, on average over its stages
+    (the schedules of torch.distributed.pipelining).
+
+    >>> [in_flight(RunSpec(pipeline={"schedule": "1f1b", "stages": 3}, train={"batch_size": 4}), r) for r in range(3)]
+    [3.0, 2.0, 1.0]
+    """
+    pipe = spec.pipeline
+    ranks, each = pipe.ranks, pipe.stages_per_rank
+    most = {
+        "1f1b": ranks - place,
+        "interleaved-1f1b": (each - 1) * ranks + 2 * (ranks - 1 - place) + 1,
+        "interleaved-zb": each * ranks,
+        "zbv-zb": 2 * ranks,
+        "dualpipev": 2 * ranks + 1,
+    }.get(pipe.schedule, math.inf)
+    return min(float(pipe.microbatches), most / each)
 
 
-def _peak(spec: RunSpec, units: Mapping[int, Sequence[Unit]], stage: int, *, large: bool) -> int:
+def _peak(spec: RunSpec, units: Mapping[int, Sequence[Unit]], stage: int, place: int, *, large: bool) -> int:
     """Most elements of activations and gradients a rank has in its heap, or large, when `stage` is in a backward pass
-    and its other stages hold all they may: the first such pass (no gradients yet), or a later one (all)."""
-    flight = in_flight(spec, stage)
-    every = spec.pipeline.microbatches > flight
-    first = sum(in_flight(spec, own) * u.held(large=large)[1] for own, mine in units.items() for u in mine)
-    gradients = sum(u.held(large=large)[0] for mine in units.values() for u in mine)
-    later = first + gradients - (0 if every else sum(u.held(large=large)[1] for u in units[stage]))
+    and all hold what they may: the first such pass (no gradients yet), or a later one (all)."""
+    flight = in_flight(spec, place)
+    steady = spec.pipeline.microbatches > flight
+    every = [unit.held(large=large) for mine in units.values() for unit in mine]
+    first = flight * sum(kept for _, kept in every)
+    gradients = sum(parameters for parameters, _ in every)
+    later = first + gradients - (0 if steady else sum(unit.held(large=large)[1] for unit in units[stage]))
     highest = max(first, gradients)
     for unit in units[stage]:
         parameters, kept = unit.held(large=large)
         besides = unit.besides if (FLOAT * max(unit.matrix, unit.tensor) > LARGE_BYTES) is large else 0
         highest = max(highest, first + besides)
         first += parameters - kept
-        if flight > 1 or every:
+        if flight > 1 or steady:
             highest = max(highest, later + besides)
             later -= kept
-    return highest
+    return math.ceil(highest)
 
 
 def _buffers(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], own: Iterable[int]) -> int:

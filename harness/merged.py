@@ -17,6 +17,7 @@ from thinpipe.harness.cache import cache_folder
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.models import base as models
 from thinpipe.harness.partitioned import (
+    TIES,
     Stored,
     about,
     copy_beside,
@@ -68,7 +69,7 @@ def _merge_partition(source: Path, folder: Path) -> dict[str, Any]:
     config = models.checkpoint_config(source)
     tensors, tied = _settled(_one_of_each(held, "the stages' files"), said["tied"])
     if tied is False:
-        config["tie_word_embeddings"] = False
+        config[TIES] = False
     written = write_tensors(folder / models.WEIGHTS, tensors)
     write_json(folder / "config.json", config)
     copy_beside(source, folder)
@@ -89,11 +90,11 @@ def _merge_run(source: Path, folder: Path, step: int | None) -> dict[str, Any]:
     shape = models.resolve(spec.model, spec.task)
     held = _stages(source, chosen, spec, plugin.stored_names)
     reference = reference_model(plugin, spec.model, shape)
-    ties = tied_pairs(reference) if reference.config.tie_word_embeddings else {}
+    ties = tied_pairs(reference, reference.config)
     tensors, tied = _settled(_one_of_each(held, f"the stages of step {chosen}"), ties)
     _require_whole(reference, tensors, source, set(ties))
     if tied is False:
-        reference.config.tie_word_embeddings = False
+        setattr(reference.config, TIES, False)
     written = write_tensors(folder / models.WEIGHTS, tensors)
     write_json(folder / "config.json", _config(reference))
     _save_tokenizer(spec, folder)
@@ -161,8 +162,9 @@ def _config(reference: Any) -> dict[str, Any]:
     """config.json as `save_pretrained` would write it."""
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = "float32"
-    config = reference.config.to_diff_dict()
-    return {**config, "tie_word_embeddings": bool(reference.config.tie_word_embeddings)}
+    # Said even where it is the class's default: whoever reads the file alone must know.
+    ties = {name: getattr(reference.config, name) for name in [TIES] if hasattr(reference.config, name)}
+    return {**reference.config.to_diff_dict(), **ties}
 
 
 def _at_odds_with_transformers(reference: Any, tensors: Mapping[str, Stored]) -> str | None:

@@ -32,6 +32,8 @@ from thinpipe.harness.spec import ModelSpec, TaskSpec
 
 FORMAT = 1
 ABOUT = "thinpipe.json"
+# The key of config.json that ties a head to the embedding; families without a head to tie have none.
+TIES = "tie_word_embeddings"
 # What belongs to a checkpoint besides its weights and config.json.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -169,9 +171,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def tied_pairs(reference: torch.nn.Module) -> dict[str, str]:
-    """Head -> the embedding it may be tied to, by Hugging Face's names; whether it is, the config says."""
-    return dict(getattr(type(reference), "_tied_weights_keys", None) or {})
+def tied_pairs(reference: torch.nn.Module, config: Any) -> dict[str, str]:
+    """Head -> the embedding that `config` ties it to, by Hugging Face's names."""
+    pairs = getattr(type(reference), "_tied_weights_keys", None) or {}
+    return dict(pairs) if getattr(config, TIES, False) else {}
 
 
 def reference_model(plugin: Any, spec: ModelSpec, shape: models.ModelShape) -> Any:
@@ -183,8 +186,7 @@ def reference_model(plugin: Any, spec: ModelSpec, shape: models.ModelShape) -> A
 def _ties(plugin: Any, spec: ModelSpec, shape: models.ModelShape, folder: Path) -> dict[str, str]:
     """The tied pairs of a checkpoint; none where its config.json unties them."""
     reference = reference_model(plugin, spec, shape)
-    config = type(reference.config).from_dict(models.checkpoint_config(folder))
-    return tied_pairs(reference) if config.tie_word_embeddings else {}
+    return tied_pairs(reference, type(reference.config).from_dict(models.checkpoint_config(folder)))
 
 
 def _contents(

@@ -42,11 +42,12 @@ def plan(data: Mapping[str, Any]) -> None:
             run["seed"],
             _state(run["state"]),
             duration(run["predicted_s"]) if run["todo"] else "",
+            f"{max(run['memory_mib'])} MiB",
             run["note"],
         ]
         for run in data["runs"]
     ]
-    _table(["run", "part", "arm", "Mbit/s", "seed", "state", "predicted", "note"], rows)
+    _table(["run", "part", "arm", "Mbit/s", "seed", "state", "predicted", "a rank", "note"], rows)
     counts = ", ".join(f"{number} {state}" for state, number in data["counts"].items())
     todo = f"{data['todo']} to do, {duration(data['todo_s'])}" if data["todo"] else "nothing to do"
     _line(f"{data['experiment']}: {len(rows)} runs ({counts}); {todo}.")

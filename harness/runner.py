@@ -137,6 +137,8 @@ class Session:
         state, error = "done", None
         try:
             run.execute()
+            if spec.trace:
+                _trace(spec, run_dir)
         except RunError as failure:
             state, error = failure.state, str(failure)
         except NetemError as failure:
@@ -331,6 +333,17 @@ class Run:
             "run_queue_pct": queue,
             "phases_s": self.phases,
         }
+
+
+def _trace(spec: RunSpec, run_dir: Path) -> None:
+    """Write the run's trace.json from its ranks' spans. A failure to is the run's."""
+    from thinpipe.harness import tables, trace
+
+    spans = tables.read_run(run_dir, spec.run_id, spec.world_size, "done")["spans"]
+    try:
+        trace.write(run_dir / "trace.json", tables.to_frame("spans", spans), spec.pipeline.ranks)
+    except Exception as error:
+        raise RunError(f"the run ended well, but its trace could not be written: {error}") from error
 
 
 @contextlib.contextmanager

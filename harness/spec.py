@@ -240,7 +240,7 @@ class TrainSpec(Part):
     beta1: float = setting(0.9, "AdamW's", ge=0, lt=1)
     beta2: float = setting(0.999, "AdamW's", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's", gt=0)
-    momentum: float = setting(0.9, "SGD's", ge=0, lt=1)
+    momentum: float = setting(0.9, "momentum of SGD", ge=0, lt=1)
     clip_norm: float | None = setting(1.0, "largest norm of the gradient; none = not clipped", gt=0)
     clip_scope: Literal["global", "stage"] = setting("global", "the norm of all stages together, or of each by itself")
     loss_scaling: Literal["mean", "sum"] = setting(
@@ -387,6 +387,16 @@ class RunSpec(Part):
                     'data_parallel.exchange "quantized-adam" takes its frozen second moment from the warm-up: '
                     "set compression.warmup_epochs to 1 or more"
                 )
+            if self.model.shared == "summed":
+                raise ValueError(
+                    'data_parallel.exchange "quantized-adam" rounds the copies of a shared weight apart: '
+                    'set model.shared to "copies" or "frozen", or choose another exchange'
+                )
+        if parallel.exchange == "powersgd" and self.measure == "timing" and self.timing.batches < 2:
+            raise ValueError(
+                'data_parallel.exchange "powersgd" sends the first two steps in full, and the unmeasured pass has only '
+                "one: set timing.batches to 2 or more"
+            )
         if train.lr_epochs is not None and train.lr_schedule == "constant":
             raise ValueError('train.lr_epochs has no effect on train.lr_schedule "constant"')
 

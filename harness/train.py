@@ -143,7 +143,9 @@ class Trainer:
         self.data_traffic += sum((data_parallel.traffic(stage.submod) for stage in self.stages), Traffic())
         for turn, batch in enumerate(batches):
             losses += self._pass(step, turn, batch, regime=regime, sent=sent, last=turn == len(batches) - 1)
-        self._average(epoch)
+        # A timing run has its last compressors in force throughout; its unmeasured pass stands for the warm-up.
+        timing = self.spec.measure == "timing"
+        self._average(warming_up=not measured if timing else epoch < self.spec.compression.warmup_epochs)
         norm = self.gradients.finish(len(batches) * self.spec.pipeline.microbatches)
         lr = learning_rate(step, self.total_steps, self.spec.train, self.steps_per_epoch)
         self._update(lr)
@@ -214,14 +216,14 @@ class Trainer:
         cut = {name: value.chunk(pieces) for name, value in batch.side.items()}
         return [{name: parts[i] for name, parts in cut.items()} for i in range(pieces)]
 
-    def _average(self, epoch: int) -> None:
+    def _average(self, *, warming_up: bool) -> None:
         """Finish the average between data groups, which DDP has begun in the last backward pass; where the optimizer
         exchanges momenta for itself, average gradients in its warm-up epochs."""
         if self.links is None or self.links.data is None:
             return
         start = now()
         if isinstance(self.optimizer, QuantizedAdam):
-            self.optimizer.set_warmup(epoch < self.spec.compression.warmup_epochs)
+            self.optimizer.set_warmup(warming_up)
             self.optimizer.average_gradients()
             self.data_traffic += self.optimizer.traffic()
         for stage in self.stages:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import metrics
+from thinpipe.harness import memory, metrics
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.store import Store
@@ -42,7 +42,7 @@ RUN_NUMBERS = (
 
 
 def plan(plan: Plan, *, retry_failed: bool = False, force: bool = False) -> dict[str, Any]:
-    """A plan: its runs in order, what a sweep would do now, and the seconds that is predicted to take."""
+    """A plan: its runs in order, what a sweep would do now, the seconds and the memory a rank that is predicted."""
     todo = plan.todo(retry_failed=retry_failed, force=force)
     chosen = {entry.run_id for entry in todo}
     return {
@@ -63,6 +63,7 @@ def plan(plan: Plan, *, retry_failed: bool = False, force: bool = False) -> dict
                 "state": entry.state,
                 "note": entry.note,
                 "predicted_s": round(entry.predicted_s, 1),
+                "memory_mib": [round(of.total / 2**20) for of in memory.predict(entry.spec)],
                 "todo": entry.run_id in chosen,
             }
             for entry in plan.entries

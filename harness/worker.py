@@ -26,7 +26,20 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from thinpipe.harness import data_parallel, links, memory, metrics, plugins, regimes, rss, state, steps, store, train
+from thinpipe.harness import (
+    data_parallel,
+    folders,
+    links,
+    memory,
+    metrics,
+    plugins,
+    regimes,
+    rss,
+    state,
+    steps,
+    store,
+    train,
+)
 from thinpipe.harness.cache import cache_folder
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
@@ -104,12 +117,17 @@ def prepare(spec: RunSpec) -> Data:
 
 
 def resolved_task(spec: RunSpec) -> TaskSpec:
-    """The task with `tokenizer = "checkpoint"` replaced by the folder it stands for."""
-    if spec.task.tokenizer != "checkpoint":
+    """The task with the folder of its tokenizer, where that is named: `checkpoint`, `pretrained:`, `fetched:`."""
+    named = spec.task.tokenizer
+    if named is None:
         return spec.task
-    if spec.model.checkpoint is None:
+    if named != "checkpoint":
+        folder = folders.resolve(named) if named.startswith((folders.PRETRAINED, folders.FETCHED)) else named
+    elif spec.model.checkpoint is None:
         raise UserError('task.tokenizer "checkpoint" means the one beside model.checkpoint, which is not set')
-    return spec.task.model_copy(update={"tokenizer": str(models.checkpoint_folder(spec.model.checkpoint))})
+    else:
+        folder = models.checkpoint_folder(spec.model.checkpoint)
+    return spec.task.model_copy(update={"tokenizer": str(folder)})
 
 
 class Rank:
@@ -364,6 +382,7 @@ class Rank:
         """Take up the newest complete checkpoint; returns the step to go on with, 0 without one."""
         step = state.latest(self.run_dir)
         if step is None:
+            self.recorder.restore({})  # what an earlier attempt wrote
             return 0
         kept = state.load(self.run_dir, step, self.rank)
         self.trainer.load_modules_state(kept[state.STAGES])

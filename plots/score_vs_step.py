@@ -27,7 +27,7 @@ def _scored(tables: select.Tables) -> pd.DataFrame:
     """Runs of the parts that have any score: another part, of language modelling, is none the worse for it."""
     runs = select.trained(tables)
     evals = tables["evals"]
-    scored = set(evals.loc[evals[list(_curves.SCORES)].notna().any(axis=1), "run_id"])
+    scored = {run for score in _curves.SCORES for run in select.finite(evals, [score])["run_id"]}
     parts = set(runs.loc[runs["run_id"].isin(scored), "part"])
     if not parts:
         raise select.nothing(tables, "a classification that was evaluated")

@@ -2,7 +2,6 @@
 return. Functions that run in a rank live here too, since the ranks import them by name."""
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import pickle
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinpipe.harness import data_parallel, data_traffic, tcp
+from thinpipe.harness import data_parallel, data_traffic, state, tcp
 from thinpipe.harness.spec import RunSpec
 
 LIMIT_S = 60
@@ -135,6 +134,14 @@ def optimizer_of(module, kind=torch.optim.AdamW, **settings):
     return kind(named, lr=1e-2, weight_decay=0.1, **settings)
 
 
+def through_a_file(saved):
+    """As it comes back from a training checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        state.save(Path(folder), 1, 0, 1, saved)
+        state.commit(Path(folder), 1, 1)
+        return state.load(Path(folder), 1, 0)
+
+
 # --- functions of a rank, for test_data_parallel.py -------------------------------------------------------------------
 
 
@@ -206,15 +213,19 @@ def resumed(group, exchange):
     module = data_parallel.wrap(Net(width=600), group, made)
     optimizer = optimizer_of(module)
     go_on(module, optimizer, 0, 5)
-    saved = copy.deepcopy(
-        (data_parallel.unwrap(module).state_dict(), optimizer.state_dict(), data_parallel.hook_state(module))
+    saved = through_a_file(
+        {
+            "module": data_parallel.unwrap(module).state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "hook": data_parallel.hook_state(module),
+        }
     )
     go_on(module, optimizer, 5, 9)
     again = data_parallel.wrap(Net(width=600), group, made)
     fresh = optimizer_of(again)
-    data_parallel.unwrap(again).load_state_dict(saved[0])
-    fresh.load_state_dict(saved[1])
-    data_parallel.load_hook_state(again, saved[2])
+    data_parallel.unwrap(again).load_state_dict(saved["module"])
+    fresh.load_state_dict(saved["optimizer"])
+    data_parallel.load_hook_state(again, saved["hook"])
     go_on(again, fresh, 5, 9)
     return parameters(module), parameters(again), len(module.exchange.buckets)
 

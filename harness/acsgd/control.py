@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from thinpipe.harness import audit, manifest, runner
-from thinpipe.harness.errors import RunError
+from thinpipe.harness.errors import PeerError, RunError
 from thinpipe.harness.spec import RunSpec
 from thinpipe.harness.store import Store, write_json
 
@@ -68,6 +68,8 @@ class Control:
         self.group: Any = None
         # What a runner knows of a run it has executed; it makes the status out of it.
         self.run = runner.Run(self.spec, self.run_dir, cast(Any, None), lambda done, total: None)
+        if self.rank == 0:
+            self.run.manifest |= manifest.collect(self.spec)
 
     def send(self, message: dict[str, Any]) -> None:
         """A message of the worker's. Raises RunError where the ranks do not agree."""
@@ -98,14 +100,12 @@ class Control:
         try:
             dist.all_gather_object(found, mine, group=self.group)
         except RuntimeError as error:
-            raise RunError(f"rank {self.rank}: another rank is gone ({str(error).splitlines()[0]})") from error
+            raise PeerError(f"rank {self.rank}: another rank is gone ({str(error).splitlines()[0]})") from error
         return dict(enumerate(found))
 
     def _ready(self, message: dict[str, Any]) -> None:
         effective = self._gather(message["effective"])
         requested = audit.requested(self.spec)
-        if self.rank == 0:
-            self.run.manifest |= manifest.collect(self.spec)
         self.run.manifest |= {"requested": requested, "effective": {f"rank{r}": e for r, e in effective.items()}}
         audit.compare_settings(requested, effective)
         self.run.resumed_from = effective[0]["resumed_from"]

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in NOT_SET})
     for note in notes(args):
         print(f"thinpipe: note: {note}.", file=sys.stderr)
-    spec = settle(args)
     name = _interface(args.dist_url) if args.world_size > 1 else "lo"
+    spec = settle(args, together=name == "lo")
     if args.save_dir is not None:
         from thinpipe.harness import folders
 
@@ -41,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
     return _work(args, spec, store, name)
 
 
-def settle(args: argparse.Namespace) -> RunSpec:
-    """The run, checked against checkpoint, data and memory. Loads the task, which the worker then finds loaded."""
-    from thinpipe.harness import check, worker
+def settle(args: argparse.Namespace, *, together: bool) -> RunSpec:
+    """The run, checked against checkpoint, data and memory. Loads the task, which the worker then finds loaded.
+
+    together: whether all ranks are on this machine, and so share its memory."""
+    from thinpipe.harness import check, memory, worker
     from thinpipe.harness.models import base as models
 
     first = mapping.run_spec(args)
@@ -51,8 +53,26 @@ def settle(args: argparse.Namespace) -> RunSpec:
     data = worker.prepare(first).dataset
     spec = mapping.run_spec(args, num_samples=len(data.train), vocab_size=data.vocab_size)
     mapping.refuse_small_cache(args, len(data.train))
-    check.check(spec)
+    if together:
+        check.check(spec)
+        return spec
+    check.check(spec, available_bytes=sys.maxsize)
+    refuse_large(args.rank, memory.predict(spec, len(data.train))[args.rank].total)
     return spec
+
+
+def refuse_large(rank: int, needed: int) -> None:
+    """Raise UserError where this machine has not the bytes that its rank needs."""
+    import psutil
+
+    from thinpipe.harness import memory
+
+    free = psutil.virtual_memory().available
+    if needed > free * (1 - memory.RESERVE):
+        raise UserError(
+            f"rank {rank} needs {needed / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are free here, of which "
+            f"{memory.RESERVE:.0%} are left alone. Use more stages, --recompute true, or smaller batches."
+        )
 
 
 def _interface(dist_url: str) -> str:

@@ -43,7 +43,7 @@ class LocalLauncher:
         mine.settimeout(STARTED_LIMIT_S)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "thinpipe.harness.launch._forkserver", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "thinpipe.harness.launch._forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class LocalLauncher:
 def exec_worker(control: Any, **args: Any) -> None:
     """Replace this forked process by a new interpreter that runs the worker: nothing is inherited but the pipe."""
     os.set_inheritable(control.fileno(), True)
-    command = [sys.executable, "-m", "thinpipe.harness.launch.local", str(control.fileno()), json.dumps(args)]
+    command = [sys.executable, "-P", "-m", "thinpipe.harness.launch.local", str(control.fileno()), json.dumps(args)]
     os.execv(sys.executable, command)
 
 

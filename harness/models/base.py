@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import plugins
+from thinpipe.harness import folders, plugins
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.spec import ModelSpec, TaskSpec
 from thinpipe.harness.tasks import base as tasks
@@ -227,12 +227,13 @@ def _keys(where: str, data: Any, required: Iterable[str], valid: Iterable[str] |
 
 
 def checkpoint_folder(name: str) -> Path:
-    """The folder of a checkpoint: itself where `name` is one, else what a hub has under that name.
+    """The folder of a checkpoint: itself where `name` is one, one of ours for `pretrained:` or `fetched:`, else what a
+    hub has under that name.
 
     A hub is asked for what is not in its local cache already, and has to answer within HUB_SECONDS; with
     HF_HUB_OFFLINE=1 it is not asked. Raises UserError where neither gives a folder.
     """
-    folder = Path(name).expanduser()
+    folder = folders.resolve(name)
     if folder.is_dir():
         return folder
     if HUB_NAME.fullmatch(name) is None:

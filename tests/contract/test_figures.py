@@ -1,7 +1,8 @@
 """What every figure must hold to, on results that never ran (synthetic.py): plots/__init__.py says what that is.
 
 A new figure is found by itself. The example of plots/__init__.py is one of those tested: its text is taken from
-there, written to a file, and run.
+there, written to a file, and run. Figures of one run (PARAMETERS["per_run"]) have no seeds and no methods: they are
+held to what is left.
 """
 
 import atexit
@@ -35,6 +36,7 @@ from matplotlib.colors import to_hex
 
 import thinpipe.plots
 from thinpipe.harness import figures, plugins
+from thinpipe.harness import tables as tables_module
 from thinpipe.harness.errors import UserError
 from thinpipe.plots import style
 
@@ -52,12 +54,24 @@ def example() -> plugins.Plugin:
     return plugins.read("figures", path.stem, path.stem, path)
 
 
-PLUGINS = {**plugins.find("figures"), "final_loss": example()}
+EVERY = {**plugins.find("figures"), "final_loss": example()}
+PLUGINS = {name: plugin for name, plugin in EVERY.items() if not plugin.parameters.get("per_run")}
+RUN = ("timing", "AQ-SGD fw4 bw8", 30, 0)
 
 
-@pytest.fixture(scope="module")
-def tables():
-    return synthetic.results()[1]
+@functools.cache
+def tables_of(name):
+    """What a figure is tested with: the parts of the experiment that it may draw as one, or a run of it."""
+    store, whole = synthetic.results()
+    if name not in PLUGINS:
+        return tables_module.of_run(store, synthetic.spec_of(*RUN).run_id)
+    parts = synthetic.parts_for(EVERY[name].load().COLUMNS)
+    return only(whole, lambda runs: runs["part"].isin(parts))
+
+
+@functools.cache
+def whole_of(name):
+    return drawn(EVERY[name].load().figures(tables_of(name)))
 
 
 @pytest.fixture(params=sorted(PLUGINS))
@@ -65,14 +79,24 @@ def plugin(request):
     return PLUGINS[request.param]
 
 
+@pytest.fixture(params=sorted(EVERY))
+def either(request):
+    """A figure of an experiment or of a run."""
+    return EVERY[request.param]
+
+
+@pytest.fixture
+def tables(request):
+    """Of the figure that is tested, or of those that harness/figures.py is tested with."""
+    names = {"plugin", "either", "make", "whole"} & set(request.fixturenames)
+    if not names:
+        return tables_of("final_loss")
+    return tables_of(request.getfixturevalue("either" if "either" in names else "plugin").name)
+
+
 @pytest.fixture
 def make(plugin):
     return plugin.load().figures
-
-
-@functools.cache
-def whole_of(name):
-    return drawn(PLUGINS[name].load().figures(synthetic.results()[1]))
 
 
 @pytest.fixture
@@ -81,43 +105,58 @@ def whole(plugin):
     return whole_of(plugin.name)
 
 
-def test_the_module_says_what_it_reads_and_is_called_as_its_file(plugin, tables):
-    module = plugin.load()
-    assert plugin.name == module.NAME
-    assert plugin.summary
+def test_figures_of_one_run_and_of_an_experiment_are_told_apart():
+    assert set(EVERY) > set(PLUGINS)
+    assert [name for name in plugins.find("figures") if figures.is_per_run(name)] == sorted(set(EVERY) - set(PLUGINS))
+
+
+def test_the_module_says_what_it_reads_and_is_called_as_its_file(either, tables):
+    module = either.load()
+    assert either.name == module.NAME
+    assert either.summary
     required = set(getattr(module, "REQUIRES", ("runs",)))
     assert required <= set(tables)
     every = {column for table in required for column in tables[table].columns}
-    named = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"\(([^)]*)\)", module.COLUMNS))))
+    named = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"\(([^)]*)\)", module.COLUMNS))))
     assert named
     assert named <= every
-    assert set(re.findall(r"\b(runs|steps|evals|transfers) \(", module.COLUMNS)) == required
+    assert set(re.findall(r"\b(runs|steps|evals|transfers|spans) \(", module.COLUMNS)) == required
+    assert "spans" not in required or either.name not in PLUGINS, "an experiment's tables have no spans"
 
 
-def test_it_is_written_in_three_formats_and_the_same_tables_give_the_same_bytes(plugin, tables, tmp_path):
-    paths, absent = figures.draw_one(plugin, tables, tmp_path / "new")
+def test_it_is_written_in_three_formats_and_the_same_tables_give_the_same_bytes(either, tables, tmp_path):
+    paths, absent = figures.draw_one(either, tables, tmp_path / "new")
     assert absent == []
-    assert [p.name for p in paths] == [f"{plugin.name}.{kind}" for kind in ("png", "pdf", "svg")]
+    assert [p.name for p in paths] == [f"{either.name}.{kind}" for kind in ("png", "pdf", "svg")]
     starts = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
     for path in paths:
         assert path.read_bytes().startswith(starts[path.suffix])
         assert path.stat().st_size > 5_000
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted(p.name for p in paths)
-    for path, again in zip(paths, figures.draw_one(plugin, tables, tmp_path / "again")[0], strict=True):
+    for path, again in zip(paths, figures.draw_one(either, tables, tmp_path / "again")[0], strict=True):
         assert path.read_bytes() == again.read_bytes(), path.name
 
 
 def test_the_caption_names_experiment_part_table_columns_and_seeds(whole):
     caption = caption_of(whole)
-    assert re.search(r"Experiment synthetic, part (timing|convergence)\.", caption)
-    assert re.search(r"tables? (runs|steps|transfers) \(", caption)
+    assert re.search(rf"Experiment synthetic, part ({'|'.join(synthetic.PARTS)})\.", caption)
+    assert re.search(r"tables? (runs|steps|transfers|evals) \(", caption)
     assert re.search(r"n = \d( to \d)? seeds", caption)
     assert "95 % Student t interval" in caption
 
 
-def test_every_axis_is_labelled_and_nothing_is_clipped_or_overlaps(whole):
+def test_every_axis_is_labelled_and_nothing_is_clipped_or_overlaps(either):
+    whole = whole_of(either.name)
     assert all(ax.get_xlabel() + ax.get_ylabel() + ax.get_title() for ax in whole.axes)
     check_layout(whole)
+
+
+def test_the_caption_of_a_figure_of_one_run_names_the_run():
+    for name in sorted(set(EVERY) - set(PLUGINS)):
+        whole = whole_of(name)
+        caption = caption_of(whole)
+        assert re.search(r"Experiment run, part run\. Source: tables? \w+ \(", caption)
+        assert synthetic.spec_of(*RUN).run_id in " ".join(words(whole))
 
 
 def test_nothing_overlaps_in_the_figure_of_a_small_experiment(make, tables):
@@ -244,7 +283,7 @@ def register(monkeypatch, tmp_path):
     monkeypatch.setattr(style, "FORMATS", ("png",))
 
     def add(**texts):
-        found = {name: PLUGINS[name] for name in ("bandwidth_vs_bits", "final_loss")}
+        found = {name: EVERY[name] for name in ("bandwidth_vs_bits", "final_loss")}
         monkeypatch.syspath_prepend(tmp_path)
         for name, text in texts.items():
             path = tmp_path / f"{name}.py"

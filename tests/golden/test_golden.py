@@ -4,9 +4,11 @@ Without compression, any number of stages gives bit for bit the losses of one pr
 micro-batches with Hugging Face's own model. With it, the network may change the time and nothing else.
 """
 
+import math
+
 import pytest
 
-from reference import plain_loop
+from reference import gpt2_loop, held_out_loss, plain_loop
 from runs import Lab, small
 from thinpipe.harness.runner import Session
 
@@ -36,6 +38,14 @@ def test_losses_equal_a_plain_loop_bit_for_bit(trained, expected_losses, size, s
     assert len(losses) == len(expected) == 20
     assert losses == expected
     assert losses[-1] < losses[0] - 0.1, "it must have learnt something for the comparison to mean anything"
+
+
+def test_perplexity_is_what_transformers_makes_of_the_plain_loop(trained):
+    found = trained.rows(EVEN, "evals").sort_values("step").iloc[-1]
+    _, model = gpt2_loop(EVEN)
+    expected = held_out_loss(model, EVEN)
+    assert found["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 COMPRESSED = {"forward": "delta(fixpoint:3)", "backward": "fixpoint:6(rounding=stochastic)", "warmup_epochs": 1}

@@ -82,14 +82,15 @@ def test_defaults_parse_to_themselves():
 
 
 def test_the_published_example_parses():
-    words = (
+    example = (
         "--cuda-id 0 --rank 3 --model-name checkpoints/gpt2-xl --tokenizer-name gpt2-xl --load-pretrained-model true "
         "--task-name wikitext --n-epochs 10 --warmup-epochs 1 --num-layers 6 --num-heads 25 --embedding-dim 1600 "
         "--num-iters 10000000 --lr 5e-5 --seq-length 1024 --batch-size 32 --micro-batch-size 1 "
         "--forward-compress-method delta --forward-bits 4 --backward-compress-method fixpoint --backward-bits 8 "
         "--dist-url tcp://10.0.0.1:9000 --world-size 8 --pipeline-group-size 8 --pp-mode gpipe "
         "--profiling no-profiling --do-evaluation true"
-    ).split()
+    )
+    words = example.split()
     parsed = arguments.parse(words)
     assert parsed.given == {word for word in words if word.startswith("--")}
     assert (parsed.num_iters, parsed.lr, parsed.rank, parsed.num_heads) == (10_000_000, 5e-5, 3, 25)

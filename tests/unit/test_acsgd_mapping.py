@@ -309,6 +309,12 @@ def test_a_dist_url_is_tcp_host_and_port(url):
         interface.endpoint(url)
 
 
+def test_a_machine_too_small_for_its_own_rank_is_refused():
+    launch.refuse_large(0, 1)
+    with pytest.raises(UserError, match=r"rank 3 needs 1048576\.00 GiB"):
+        launch.refuse_large(3, 2**50)
+
+
 def test_ranks_make_the_runs_folder_in_any_order_and_remove_only_their_own(tmp_path):
     made, store = plain(), Store(tmp_path)
     folder = launch.begin(store, made, 1)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from thinpipe.harness.experiment import setting_keys
-from thinpipe.harness.spec import Part, Rule, RunSpec
+from thinpipe.harness.spec import TRAIN_PRESETS, Part, Rule, RunSpec
 
 SETTINGS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 START, END = "<!-- settings: start -->", "<!-- settings: end -->"
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
-WORDS = {int: "whole number", float: "number", str: "text"}
+WORDS = {int: "whole number", float: "number", str: "text", tuple[int, ...]: "list of whole numbers"}
 
 
 def render() -> str:
@@ -55,15 +55,20 @@ ABOUT_RUN = "The keys that stand by themselves. `seed` is not set in an experime
 
 
 def _value(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _type(field) -> str:
-    if typing.get_origin(field.annotation) is typing.Literal:
-        return ", ".join(f"`{word}`" for word in typing.get_args(field.annotation))
-    union = isinstance(field.annotation, types.UnionType)
+    union = isinstance(field.annotation, types.UnionType) or typing.get_origin(field.annotation) is typing.Union
     kinds = typing.get_args(field.annotation) if union else (field.annotation,)
-    shown = "compressor, or rules" if tuple[Rule, ...] in kinds else WORDS[kinds[0]]
+    if typing.get_origin(kinds[0]) is typing.Literal:
+        shown = ", ".join(f"`{word}`" for word in typing.get_args(kinds[0]))
+    elif kinds[0] is bool:
+        shown = "`true`, `false`"
+    else:
+        shown = "compressor, or rules" if tuple[Rule, ...] in kinds else WORDS[kinds[0]]
     limits = [
         text.format(_value(getattr(item, name)))
         for item in field.metadata
@@ -91,6 +96,14 @@ def test_every_key_is_there_with_its_meaning():
     rows = dict(re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]+) \|$", render(), flags=re.MULTILINE))
     assert set(rows) == set(setting_keys()) | {"seed"} | set(Rule.model_fields)
     assert all(len(meaning) > 5 for meaning in rows.values())
+
+
+def test_settings_md_says_what_a_training_preset_fills_in():
+    text = SETTINGS.read_text(encoding="utf-8")
+    for name, filled in TRAIN_PRESETS.items():
+        said = re.search(rf"^- \*\*{name}\*\*: (.*?)\.\n", text, flags=re.MULTILINE | re.DOTALL)
+        assert said, f"docs/settings.md does not explain train.preset {name!r}"
+        assert dict(re.findall(r"`(\w+)` `([^`]+)`", said.group(1))) == {k: _value(v) for k, v in filled.items()}
 
 
 @pytest.mark.parametrize("word", ["experiment", "part", "arm", "cell", "run", "first visit"])

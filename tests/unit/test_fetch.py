@@ -86,9 +86,9 @@ def test_what_is_fetched_is_in_place_once_and_listed(cache, reviews):
 
 def test_the_list_says_what_each_is(cache):
     rows = fetch.listing(cache)
-    assert [row["name"] for row in rows] == ["movie-reviews", "fashion-mnist", "minilm"]
+    assert {"movie-reviews", "fashion-mnist", "minilm"} <= {row["name"] for row in rows}
     assert all(row["licence"] and row["purpose"] and row["download_mb"] > 0 for row in rows)
-    assert rows[0]["path"] is rows[2]["path"] is None
+    assert all(row["path"] is None for row in rows if row["name"] != "fashion-mnist"), "that may be installed"
     assert not cache.exists(), "looking makes nothing"
 
 

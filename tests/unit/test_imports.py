@@ -12,8 +12,8 @@ FILES = sorted(p for folder in ("harness", "netem", "plots", "experiments") for 
 FILES.append(ROOT / "cli.py")
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
-    "_forkserver", "audit", "check", "cli", "doctor", "errors", "experiment", "figures", "grammar", "local",
-    "lock", "manifest", "metrics", "partition", "plan", "plugins", "predict", "progress", "regimes", "render", "runner",
+    "_forkserver", "audit", "cache", "check", "cli", "data_traffic", "doctor", "errors", "experiment", "fetch", "figures",
+    "folders", "grammar", "local", "lock", "manifest", "memory", "metrics", "partition", "placement", "plan", "plugins", "predict", "progress", "regimes", "render", "runner",
     "spec", "stats", "steps", "store", "summary", "sweep", "verbs", "views",
 }  # fmt: skip
 

@@ -14,8 +14,29 @@ from thinpipe.harness.models.base import ModelShape
 from thinpipe.harness.pipeline.partition import balance, split
 
 
-def shape(layers: int, *, block: int = 10, embedding: int = 0, head: int = 0) -> ModelShape:
-    return ModelShape(layers, 8, 2, 300, 64, (block,) * layers, embedding, head)
+def shape(layers: int, *, blocks: tuple[int, ...] | None = None, head: int = 0) -> ModelShape:
+    """A model whose blocks take that many multiply-adds; its parameters say the opposite, and do not count."""
+    flops = blocks or (10,) * layers
+    return ModelShape(
+        kind="lm",
+        layers=layers,
+        width=8,
+        heads=2,
+        vocab_size=300,
+        positions=64,
+        num_labels=0,
+        parameters_per_block=tuple(1000 - count for count in flops),
+        parameters_embedding=10**6,
+        parameters_head=10**6 - head,
+        flops_per_block=flops,
+        flops_head=head,
+        activations_per_block=(1,) * layers,
+        activations_embedding=1,
+        activations_head=1,
+        boundaries=((64, 8),) * (layers - 1),
+        relu=False,
+        shared="",
+    )
 
 
 def lengths(costs: list[float], stages: int) -> list[int]:
@@ -68,10 +89,14 @@ def test_no_other_cut_is_better_and_no_block_is_dropped_or_repeated(case):
     assert largest(parts) <= min(map(largest, every)) * (1 + 1e-9) + 1e-3
 
 
-@given(st.integers(1, 12), st.integers(0, 200), st.integers(0, 200), st.data())
-def test_split_covers_every_block_once(layers, embedding, head, data):
+@given(st.integers(1, 12), st.integers(0, 200), st.booleans(), st.data())
+def test_split_covers_every_block_once(layers, head, explicit, data):
     stages = data.draw(st.integers(1, layers))
-    parts = split(shape(layers, embedding=embedding, head=head), stages)
+    choices = list(itertools.combinations(range(1, layers), stages - 1))
+    cuts = data.draw(st.sampled_from(choices)) if explicit else None
+    parts = split(shape(layers, head=head), stages, cuts)
+    if cuts is not None:
+        assert tuple(part.blocks[0] for part in parts[1:]) == cuts
     assert [block for part in parts for block in part.blocks] == list(range(layers))
     assert [part.index for part in parts] == list(range(stages))
     assert {part.num_stages for part in parts} == {stages}
@@ -79,14 +104,20 @@ def test_split_covers_every_block_once(layers, embedding, head, data):
     assert [part.last for part in parts] == [False] * (stages - 1) + [True]
 
 
-def test_embedding_weighs_on_the_first_stage_and_head_on_the_last():
+def test_stages_are_even_in_time_with_the_head_on_the_last():
     def cut(**sizes):
         return [len(part.blocks) for part in split(shape(6, **sizes), 3)]
 
     assert cut() == [2, 2, 2]
-    assert cut(embedding=20) == [1, 3, 2]
     assert cut(head=20) == [3, 2, 1]
-    assert cut(embedding=30, head=30) == [1, 4, 1]
+    assert cut(head=10, blocks=(30, 10, 10, 10, 10, 10)) == [1, 3, 2]
+    assert cut(head=30, blocks=(40, 10, 10, 10, 10, 10)) == [1, 4, 1]
+
+
+@pytest.mark.parametrize("cuts", [(4,), (2, 9)])
+def test_a_cut_behind_the_last_block_is_refused(cuts):
+    with pytest.raises(UserError, match=r"pipeline\.cuts .*: the model's blocks are 0\.\.3, .*block 3 at the latest"):
+        split(shape(4), len(cuts) + 1, cuts)
 
 
 def test_more_stages_than_blocks_is_refused():

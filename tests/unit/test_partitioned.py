@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import (
+    AutoModelForCausalLM,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 
-from thinpipe.harness import folders, merged, partitioned, state, store
+from thinpipe.harness import folders, merged, partitioned, plugins, state, store
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.models import base, gpt2
 from thinpipe.harness.pipeline.partition import split
@@ -123,6 +131,21 @@ def test_a_stage_finds_everything_in_its_own_file(source, tmp_path):
         assert set(places.values()) == {file}
         assert set(places) == set(load_file(out / file))
         assert all(any(name in places for name in names) for names in wanted)
+
+
+def test_a_rank_reads_its_own_file_only(source, tmp_path):
+    """Whatever is in the others."""
+    out = tmp_path / "out"
+    files = [row["file"] for row in partitioned.partition(str(source), 3, out)["files"]]
+    wanted, spec = stages(source, 3), ModelSpec(checkpoint=str(out))
+    shape = base.resolve(spec, TASK)
+    for part, own in zip(split(shape, 3), files, strict=True):
+        kept = {name: (out / name).read_bytes() for name in files}
+        for name in set(files) - {own}:
+            (out / name).write_bytes(b"not a tensor file")
+        assert same(gpt2.build(spec, shape, part, seed=0).state_dict(), wanted[part.index])
+        for name, data in kept.items():
+            (out / name).write_bytes(data)
 
 
 def test_a_finer_cut_finds_its_file_and_a_coarser_one_has_to_ask_the_index(tied, tmp_path):
@@ -278,6 +301,70 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     (run_dir / "run.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match=r"is not of the model its run.json describes: transformer.h.5"):
         merged.merge(run_dir, tmp_path / "back")
+
+
+def test_a_model_that_transformers_has_otherwise_is_written_and_said_to_be_so(tmp_path):
+    spec = parse(
+        {
+            "model": {"name": "resnet", "preset": "narrow"},
+            "task": {"name": "image", "corpus": "digits", "num_sequences": 32},
+            "pipeline": {"stages": 2},
+        }
+    )
+    run_dir = store.Store(tmp_path / "results").begin(spec)
+    shape = base.resolve(spec.model, spec.task)
+    plugin = plugins.get("models", "resnet").load()
+    for part in split(shape, 2):
+        module = plugin.build(spec.model, shape, part, seed=0)
+        state.save(run_dir, 8, part.index, 2, {"stages": {str(part.index): module.state_dict()}})
+    state.commit(run_dir, 8, 2)
+    made = merged.merge(run_dir, tmp_path / "back")
+    assert "embedder" in made["transformers"]
+    assert made["tied"] is None
+    reference = plugin.reference(spec.model, shape)
+    reference.load_state_dict(load_file(tmp_path / "back" / "model.safetensors"), strict=True)
+    assert read(tmp_path / "back" / "config.json")["model_type"] == "resnet"
+
+
+# --- DeBERTa: what every stage holds ---------------------------------------------------------------------------------
+
+SHARED = ["deberta.encoder.LayerNorm.bias", "deberta.encoder.LayerNorm.weight", "deberta.encoder.rel_embeddings.weight"]
+
+
+def deberta(folder: Path, *, head: bool) -> Path:
+    config = DebertaV2Config(
+        vocab_size=320, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, position_buckets=8, relative_attention=True, pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, type_vocab_size=0, num_labels=3,
+        conv_kernel_size=3, conv_act="gelu", max_relative_positions=-1, pad_token_id=0,
+    )  # fmt: skip
+    random_weights((DebertaV2ForSequenceClassification if head else DebertaV2Model)(config)).save_pretrained(folder)
+    return folder
+
+
+def test_debertas_shared_parameters_are_in_every_file(tmp_path):
+    source, out = deberta(tmp_path / "source", head=True), tmp_path / "out"
+    made = partitioned.partition(str(source), 3, out)
+    assert (made["model"], made["fresh"], made["unused"]) == ("deberta", [], [])
+    assert read(out / "thinpipe.json")["shared"] == SHARED
+    assert all(set(SHARED) <= set(load_file(out / row["file"])) for row in made["files"])
+    merged.merge(out, tmp_path / "back")
+    ids = torch.randint(1, 320, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        models = [DebertaV2ForSequenceClassification.from_pretrained(f) for f in (source, out, tmp_path / "back")]
+        first, *others = [model.eval()(ids).logits for model in models]
+    assert first.shape == (2, 3)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_an_encoder_without_a_head_is_cut_without_one(tmp_path):
+    source, out = deberta(tmp_path / "source", head=False), tmp_path / "out"
+    made = partitioned.partition(str(source), 2, out)
+    assert made["fresh"] == ["classifier.bias", "classifier.weight", "pooler.dense.bias", "pooler.dense.weight"]
+    last = load_file(out / "stage-01-of-02.safetensors")
+    assert not any(name.startswith(("pooler", "classifier")) for name in last)
+    places = partitioned.own_map(out, [(name,) for name in last])
+    assert places is not None
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -12,17 +12,17 @@ from drawing import drawn as drawn_one
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from thinpipe.harness import plugins
+from thinpipe.harness import metrics, plugins
 from thinpipe.harness.errors import UserError
 from thinpipe.plots import _select as select
 from thinpipe.plots import boundary_error, style
 
 TIMING = ("throughput_vs_bandwidth", "bandwidth_vs_bits", "step_breakdown")
-CONVERGENCE = ("loss_vs_step", "loss_vs_time", "boundary_error")
 UNITS = {
     "throughput_vs_bandwidth": ["Mbit/s", "samples/s"],
     "loss_vs_step": ["(nat", "steps"],
     "loss_vs_time": ["(nat", "(s,", "Mbit/s"],
+    "score_vs_step": ["held-out accuracy", "held-out Matthews", "held-out F1", "steps"],
     "bandwidth_vs_bits": ["Mbit/s", "(s)", "ratio"],
     "step_breakdown": ["Mbit/s", "(s)"],
     "boundary_error": ["|x|", "epoch"],
@@ -39,14 +39,21 @@ def load(name):
 
 
 @pytest.fixture(scope="module")
-def tables():
+def whole():
     return synthetic.results()[1]
 
 
 @pytest.fixture(scope="module")
-def drawn(tables) -> dict[str, Figure]:
+def tables(whole):
+    """Without the part that is scored: one part trained, one timed."""
+    return only(whole, lambda runs: runs["part"] != "classification")
+
+
+@pytest.fixture(scope="module")
+def drawn(whole, tables) -> dict[str, Figure]:
     """Each figure of the synthetic experiment."""
-    return {name: drawn_one(load(name).figures(tables)) for name in UNITS}
+    given = {name: whole if name == "score_vs_step" else tables for name in UNITS}
+    return {name: drawn_one(load(name).figures(given[name])) for name in UNITS}
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -197,6 +204,27 @@ def test_loss_panels_hold_the_numbers_of_their_tables(tables):
         assert list(line.get_ydata()) == pytest.approx(list(expected))
         ends = synthetic.STEPS_PER_EPOCH * np.arange(1, synthetic.EPOCHS + 1)
         assert list(line.get_xdata()) == list(ends)
+
+
+def test_score_panels_hold_the_numbers_of_their_tables_and_no_other_part_is_in_the_way(whole, drawn):
+    run = whole["runs"].query("arm == 'FP32' and part == 'classification'")["run_id"]
+    evals = whole["evals"][whole["evals"]["run_id"].isin(run)]
+    assert "part classification" in caption_of(drawn["score_vs_step"])
+    assert [ax.get_title() for ax in drawn["score_vs_step"].axes] == ["Accuracy", "Matthews correlation", "F1"]
+    for ax, score in zip(drawn["score_vs_step"].axes, metrics.SCORES, strict=True):
+        (line,) = [x for x in ax.get_lines() if x.get_label() == "FP32"]
+        assert list(line.get_ydata()) == pytest.approx(list(evals.groupby("epoch")[score].mean()))
+        assert list(line.get_xdata()) == sorted(set(evals["step"]))
+
+
+def test_a_score_that_no_run_has_gets_no_panel_and_without_any_there_is_no_figure(whole, tables):
+    accuracy = {**whole, "evals": whole["evals"].assign(matthews=np.nan, f1=np.nan)}
+    assert [ax.get_title() for ax in drawn_one(load("score_vs_step").figures(accuracy)).axes] == ["Accuracy"]
+    for value in (np.nan, np.inf):
+        bare = {**whole, "evals": whole["evals"].assign(**dict.fromkeys(metrics.SCORES, value))}
+        for given in (bare, tables):
+            with pytest.raises(UserError, match="it needs a classification that was evaluated"):
+                load("score_vs_step").figures(given)
 
 
 def test_time_is_the_sum_of_step_times_without_evaluation(tables):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinpipe.harness import plugins
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.spec import RunSpec, parse
+from thinpipe.harness.spec import TRAIN_PRESETS, RunSpec, parse
 
 
 def test_ids_have_twelve_hex_digits_and_depend_on_settings():
@@ -37,6 +38,43 @@ def test_train_id_ignores_network_measure_and_timing_only():
         assert parse(change).train_id != base.train_id
 
 
+@pytest.mark.parametrize("change", [{"checkpoint": {"every": 5}}, {"checkpoint": {"keep": True}}, {"trace": True}])
+def test_checkpoints_and_traces_change_no_id_but_stay_in_the_spec(change):
+    base, changed = RunSpec(), parse(change)
+    for name in ("run_id", "train_id", "cell_id", "network_id"):
+        assert getattr(changed, name) == getattr(base, name), name
+    assert changed.canonical() == change
+    assert changed.is_run(base.run_id, base.plugin_versions())
+    assert parse({**change, "seed": 1}).run_id != base.run_id
+
+
+def test_train_id_ignores_how_fast_the_links_of_a_data_group_are():
+    groups = {"groups": 2}
+    plain = parse({"data_parallel": groups})
+    fast = parse({"data_parallel": {**groups, "rate_mbit": 1000}})
+    assert fast.train_id == plain.train_id
+    assert fast.run_id != plain.run_id
+    assert fast.network_id != plain.network_id
+    assert plain.train_id != RunSpec().train_id
+    for change in ({"exchange": "fp16"}, {"groups": 4}):
+        assert parse({"data_parallel": {**groups, **change}}).train_id != plain.train_id
+
+
+def test_fields_that_came_later_changed_no_id():
+    """Ids that results made before data groups, checkpoints and traces lie under."""
+    link = {"rate_mbit": 10.0}
+    spec = parse({"seed": 3, "network": link})
+    assert spec.run_id == digest({"seed": 3, "network": link}, spec.plugin_versions())
+    assert spec.train_id == digest({"seed": 3}, spec.plugin_versions())
+    assert spec.cell_id == digest({"cell": {"network": link}}, spec.plugin_versions())
+    assert spec.network_id == digest({"hosts": 2, **spec.network.model_dump(mode="json")}, {})
+
+
+def digest(data, versions):
+    text = json.dumps({"spec": data, "plugins": versions}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def test_cell_id_ignores_the_seed_only():
     base = RunSpec()
     assert parse({"seed": 5}).cell_id == base.cell_id
@@ -61,6 +99,117 @@ def test_network_id_depends_on_hosts_and_link():
     assert parse({"seed": 4, "train": {"epochs": 2}}).network_id == base.network_id
     assert parse({"pipeline": {"stages": 3}}).network_id != base.network_id
     assert parse({"network": {"rate_mbit": 10}}).network_id != base.network_id
+    one = {"stages": 4, "stages_per_rank": 2, "schedule": "looped-bfs"}
+    assert parse({"pipeline": one}).network_id == base.network_id, "two hosts, as before"
+    groups = parse({"data_parallel": {"groups": 2}})
+    assert groups.network_id != parse({"pipeline": {"stages": 4}}).network_id, "four hosts, but other links"
+
+
+def test_sizes_of_a_world_a_microbatch_and_an_epoch():
+    data = {
+        "pipeline": {"stages": 6, "stages_per_rank": 2, "schedule": "looped-bfs", "microbatches": 3},
+        "data_parallel": {"groups": 2},
+        "train": {"batch_size": 48, "accumulate": 2},
+        "task": {"num_sequences": 250},
+    }
+    spec = parse(data)
+    assert (spec.pipeline.ranks, spec.world_size, spec.microbatch_size) == (3, 6, 4)
+    # 125 samples a group, in batches of 24.
+    assert spec.steps_per_epoch == 5
+    short = parse({**data, "train": {**data["train"], "max_steps_per_epoch": 2, "max_steps": 5}})
+    assert (short.steps_per_epoch, short.planned_epochs) == (2, 3)
+    assert parse({**data, "task": {"num_sequences": None}}).steps_per_epoch is None
+
+
+def test_a_training_preset_fills_in_what_is_not_set():
+    plain = parse({"train": {"preset": "acsgd"}})
+    filled = {name: getattr(plain.train, name) for name in TRAIN_PRESETS["acsgd"]}
+    assert filled == TRAIN_PRESETS["acsgd"]
+    own = parse({"train": {"preset": "acsgd", "clip_norm": None, "loss_scaling": "mean"}}).train
+    assert (own.clip_norm, own.loss_scaling, own.clip_scope) == (None, "mean", "stage")
+    assert parse(json.loads(json.dumps(plain.canonical()))) == plain
+    with pytest.raises(UserError, match=r"train\.preset.*'acsgd'"):
+        parse({"train": {"preset": "acgsd"}})
+
+
+QUANTIZED = {"groups": 2, "exchange": "quantized-adam"}
+WARM = {"warmup_epochs": 1}
+REFUSED = [
+    # _whole_pieces
+    ({"train": {"batch_size": 18}}, ["batch_size 18", "into pipeline.microbatches 4 equal", "multiple of 4"]),
+    (
+        {"train": {"batch_size": 20, "accumulate": 3}, "data_parallel": {"groups": 2}},
+        ["pipeline.microbatches 4 x train.accumulate 3 x data_parallel.groups 2", "multiple of 24"],
+    ),
+    # _whole_stages
+    (
+        {"pipeline": {"stages": 3, "stages_per_rank": 2, "schedule": "looped-bfs"}},
+        ["pipeline.stages 3", "stages_per_rank 2", "multiple of it"],
+    ),
+    ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, ["'gpipe' has one stage a rank, not 2"]),
+    ({"pipeline": {"stages": 4, "stages_per_rank": 4, "schedule": "1f1b"}}, ["'1f1b' has one stage a rank, not 4"]),
+    *(
+        (
+            {"pipeline": {"stages": 4, "schedule": name}},
+            [f"{name!r} needs pipeline.stages_per_rank of 2 or more, not 1"],
+        )
+        for name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zbv-zb", "dualpipev")
+    ),
+    *(
+        ({"pipeline": {"stages": 3, "cuts": cuts}}, [f"cuts {cuts} does not give 3 stages", "takes 2 rising numbers"])
+        for cuts in ([1], [1, 2, 3], [2, 1], [2, 2], [0, 1], [-1, 1])
+    ),
+    ({"pipeline": {"stages": 1, "cuts": [1]}}, ["does not give 1 stages", "takes 0"]),
+    # _used_settings
+    ({"data_parallel": {"exchange": "fp16"}}, ["data_parallel.exchange has no effect with one group"]),
+    ({"data_parallel": {"rate_mbit": 10}}, ["data_parallel.rate_mbit has no effect with one group"]),
+    (
+        {"data_parallel": QUANTIZED, "compression": WARM, "train": {"optimizer": "sgd"}},
+        ['"quantized-adam" is a form of Adam', 'train.optimizer "adamw"'],
+    ),
+    ({"data_parallel": QUANTIZED}, ["frozen second moment", "compression.warmup_epochs to 1 or more"]),
+    (
+        {"data_parallel": QUANTIZED, "compression": WARM, "model": {"shared": "summed"}},
+        ["copies of a shared weight apart", 'model.shared to "copies" or "frozen"'],
+    ),
+    (
+        {"data_parallel": {"groups": 2, "exchange": "powersgd"}, "measure": "timing", "timing": {"batches": 1}},
+        ['"powersgd" sends the first two steps in full', "timing.batches to 2"],
+    ),
+    ({"train": {"lr_epochs": 3, "lr_schedule": "constant"}}, ["train.lr_epochs has no effect", '"constant"']),
+    # from the outside, of the fields themselves
+    ({"pipeline": {"schedule": "gpip"}}, ["pipeline.schedule", "'gpipe'"]),
+    ({"data_parallel": {"groups": 2, "exchange": "quantized-adam", "bits": 9}}, ["data_parallel.bits", "equal to 8"]),
+    ({"model": {"dropout": 1.0}}, ["model.dropout", "less than 1"]),
+    ({"checkpoint": {"every": 0}}, ["checkpoint.every"]),
+    ({"train": {"accumulate": 0}}, ["train.accumulate"]),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), REFUSED)
+def test_what_cannot_be_or_would_have_no_effect_is_refused(data, words):
+    with pytest.raises(UserError) as caught:
+        parse(data)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"train": {"batch_size": 48, "accumulate": 3}, "data_parallel": {"groups": 2}},
+        {"pipeline": {"stages": 4, "schedule": "1f1b"}},
+        {"pipeline": {"stages": 6, "stages_per_rank": 3, "schedule": "interleaved-1f1b"}},
+        {"pipeline": {"stages": 3, "cuts": [1, 2]}},
+        {"pipeline": {"stages": 1, "cuts": []}},
+        {"data_parallel": QUANTIZED, "compression": WARM},
+        {"data_parallel": {"groups": 2, "exchange": "powersgd", "rate_mbit": 50}},
+        {"data_parallel": {"groups": 2, "exchange": "powersgd"}, "measure": "timing", "timing": {"batches": 2}},
+        {"train": {"lr_epochs": 3, "lr_schedule": "cosine"}},
+    ],
+)
+def test_what_can_be_is_allowed(data):
+    parse(data)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +220,6 @@ def test_network_id_depends_on_hosts_and_link():
         ({"network": {"rate_mbit": -1}}, ["network.rate_mbit", "greater than or equal to 0.1"]),
         ({"network": {"rate_mbit": float("inf")}}, ["network.rate_mbit", "finite"]),
         ({"measure": "speed"}, ["measure", "'timing'"]),
-        ({"train": {"batch_size": 18}}, ["18", "microbatches 4", "multiple of 4"]),
         ({"task": {"num_sequences": 8}}, ["num_sequences 8", "batch_size 16"]),
         ({"compression": {"forward": "fixpiont:4"}}, ["fixpiont", "Did you mean 'fixpoint'?"]),
         ({"compression": {"forward": "fixpoint:9"}}, ["fixpoint", "9"]),

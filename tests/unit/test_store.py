@@ -65,6 +65,43 @@ def test_begin_removes_an_earlier_attempt(store):
     assert store.status(SPEC.run_id) is None
 
 
+def with_checkpoint(store):
+    """The folder of a run that was cut short after it had saved its training."""
+    folder = store.begin(SPEC)
+    for name in ("rank0.jsonl", "rank0.log", "steps.rank0.parquet", "manifest.json", "trace.json"):
+        (folder / name).write_text("old")
+    saved = folder / stores.CHECKPOINTS / "step-00000040"
+    saved.mkdir(parents=True)
+    (saved / "complete.json").write_text("saved")
+    return folder
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_begin_keeps_checkpoints_and_what_the_ranks_wrote_to_go_on_from(store, ended):
+    folder = with_checkpoint(store)
+    if ended:
+        store.finish(SPEC.run_id, {**STATUS, "state": "failed"})
+    assert store.begin(SPEC) == folder
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "rank0.jsonl", "rank0.log", "run.json"]
+    assert (folder / "checkpoints" / "step-00000040" / "complete.json").read_text() == "saved"
+    assert (folder / "rank0.jsonl").read_text() == "old"
+    assert store.status(SPEC.run_id) is None
+
+
+def test_begin_afresh_keeps_nothing(store):
+    folder = with_checkpoint(store)
+    store.begin(SPEC, afresh=True)
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_begin_writes_the_settings_it_was_given_beside_the_checkpoints(store):
+    """Those that change no id may have changed since."""
+    folder = with_checkpoint(store)
+    other = parse({**SPEC.canonical(), "checkpoint": {"every": 7}, "trace": True})
+    assert store.begin(other) == folder
+    assert store.spec(SPEC.run_id) == other
+
+
 def test_a_removal_cut_short_leaves_no_finished_run(store, monkeypatch):
     store.begin(SPEC)
     store.finish(SPEC.run_id, STATUS)

@@ -186,6 +186,50 @@ def test_force_repeats_what_is_chosen(go):
     assert len(second.ran) == TOTAL
 
 
+class SavingSession(FakeSession):
+    """Notes the checkpoints that a run finds, and leaves one."""
+
+    def run(self, spec, run_dir, step):
+        saved = run_dir / store.CHECKPOINTS / "step-00000002"
+        self.found = [*getattr(self, "found", []), saved.exists()]
+        saved.mkdir(parents=True, exist_ok=True)
+        return super().run(spec, run_dir, step)
+
+
+def checkpoints(results, session):
+    return [(results.run_dir(run_id) / store.CHECKPOINTS).exists() for run_id in session.ran]
+
+
+def test_checkpoints_of_a_run_go_when_it_is_done_and_stay_when_it_is_not(go, results):
+    outcomes = {0: status("failed", "x"), 1: status("diverged", "nan"), 3: KeyboardInterrupt()}
+    first = SavingSession(outcomes)
+    go(first)
+    assert checkpoints(results, first) == [True, True, False, True]
+    second = SavingSession()
+    go(second, retry_failed=True)
+    # The failed and the interrupted one go on from theirs.
+    assert dict(zip(second.ran, second.found, strict=True)) == {
+        run_id: run_id in (first.ran[0], first.ran[3]) for run_id in second.ran
+    }
+    assert not any(checkpoints(results, second))
+
+
+def test_what_is_forced_begins_afresh(go, results):
+    go(SavingSession({0: status("failed", "x")}))
+    again = SavingSession()
+    go(again, force=True)
+    assert len(again.ran) == TOTAL
+    assert not any(again.found)
+
+
+def test_checkpoints_are_kept_when_asked(results, stream):
+    kept = expand({**DATA, "base": {**DATA["base"], "checkpoint.every": 2, "checkpoint.keep": True}})
+    session = SavingSession()
+    sweep.execute(plan.make(kept, results), results, session, progress=progress.PlainProgress(stream))
+    assert len(session.ran) == TOTAL
+    assert all(checkpoints(results, session))
+
+
 def test_limit_counts_runs_of_this_sweep(go):
     sessions = [FakeSession() for _ in range(3)]
     results = [go(session, limit=3) for session in sessions]
@@ -374,7 +418,7 @@ def test_two_sweeps_on_one_folder(start, tmp_path, results, demo):
 
 
 def test_a_killed_sweep_is_taken_over_by_the_one_that_waits(start, tmp_path, results):
-    first = start(0.2)
+    first = start(5)
     assert first.stdout.readline().startswith("running")
     second = start(0)
     assert "waiting" in second.stderr.readline()

@@ -21,6 +21,9 @@ EVAL = {
     "evaluation": "off",
     "eval_loss": 1.5,
     "perplexity": 4.4817,
+    "accuracy": None,
+    "matthews": None,
+    "f1": None,
     "sequences": 64,
 }
 
@@ -93,7 +96,7 @@ def step(rank, number, step_time_s, compute_s, codec_s=0.0, *, measured=True, lo
 
 
 def span(rank, number, phase, between, *key):
-    microbatch, direction = (*key, *(0, "forward")[len(key) :])
+    microbatch, direction, boundary = (*key, *(0, "forward", 0)[len(key) :])
     return {
         "run_id": "r",
         "rank": rank,
@@ -101,6 +104,8 @@ def span(rank, number, phase, between, *key):
         "microbatch": microbatch,
         "phase": phase,
         "direction": direction,
+        "boundary": boundary,
+        "stage": None,
         "start_s": between[0],
         "end_s": between[-1],
     }
@@ -172,12 +177,36 @@ def test_compute_and_codec_are_means_over_ranks_of_medians():
 
 
 def test_waiting_for_a_frame_counts_from_when_it_was_sent():
-    waits = summary.wait_by_step(frames()[1])
+    waits = summary.wait_by_step(frames()[1], 2)
     assert waits[1, 1] == pytest.approx(0.1 + 0.05 + 0.0)
     assert waits[0, 1] == pytest.approx(0.2 + 0.05)
     assert waits[1, 2] == pytest.approx(0.02)
     assert waits[1, 3] == pytest.approx(0.1)
     assert waits[0, 2] == waits[0, 3] == 0.0
+
+
+def test_frames_of_other_boundaries_and_of_other_data_groups_are_not_taken_for_ones_own():
+    """Three stages, two pipelines: each frame is waited for by the next rank of its own pipeline."""
+    spans = []
+    for first, late in ((0, 0.0), (3, 0.5)):
+        spans += [
+            span(first, 1, "send", (10.1 + late, 10.1 + late), 0, "forward", 0),
+            span(first + 1, 1, "wait_receive", (10.0, 10.9), 0, "forward", 0),
+            span(first + 1, 1, "send", (11.2 + late, 11.2 + late), 0, "forward", 1),
+            span(first + 2, 1, "wait_receive", (11.0, 11.9), 0, "forward", 1),
+        ]
+    waits = summary.wait_by_step(frames(spans=spans)[1], 3)
+    assert {rank: round(waits[rank, 1], 9) for rank in range(6)} == {0: 0, 1: 0.8, 2: 0.7, 3: 0, 4: 0.3, 5: 0.2}
+    alone = [row for row in spans if row["rank"] != 3]
+    with pytest.raises(
+        UserError, match="rank 4 waited for the frame of step 1, micro-batch 0, forward over boundary 0"
+    ):
+        summary.wait_by_step(frames(spans=alone)[1], 3)
+
+
+def test_a_frame_sent_twice_is_an_error():
+    with pytest.raises(UserError, match="micro-batch 0, forward over boundary 0 was sent twice"):
+        summarised(spans=[*SPANS, SPANS[0]])
 
 
 def test_wait_and_idle_by_hand():
@@ -209,14 +238,30 @@ def test_losses_of_the_last_epoch_and_evaluation():
     assert found["final_train_loss"] == pytest.approx(3.5)
     assert found["final_eval_loss"] == 1.25
     assert found["cold_step_time_s"] is None
+    assert [found[f"final_{name}"] for name in metrics.SCORES] == [None] * 3
+
+
+def test_scores_of_the_last_evaluation():
+    scores = {"perplexity": None, "accuracy": 0.75, "matthews": 0.5, "f1": 0.8}
+    evals = [EVAL | scores, EVAL | scores | {"step": 16, "accuracy": 0.875, "f1": None}]
+    found = summarised(evals=evals)
+    assert (found["final_accuracy"], found["final_matthews"], found["final_f1"]) == (0.875, 0.5, None)
+
+
+def test_pictures_have_no_tokens():
+    pictures = {"task": {"name": "image", "corpus": "fashion-mnist"}, "model": {"name": "resnet", "preset": "narrow"}}
+    found = summarised({"measure": "full", **pictures})
+    assert found["samples_per_s"] == pytest.approx(16 / 0.70)
+    assert found["tokens_per_s"] is None
 
 
 def test_a_timing_run_has_a_cold_step_and_no_losses():
-    found = summarised({"measure": "timing"}, evals=[EVAL])
+    found = summarised({"measure": "timing"}, evals=[EVAL | {"accuracy": 0.5}])
     assert found["cold_step_time_s"] == 1.0
     assert found["step_time_s"] == pytest.approx(0.70)
     assert found["final_train_loss"] is None
     assert found["final_eval_loss"] is None
+    assert found["final_accuracy"] is None
 
 
 def test_the_measured_ratio_leaves_out_the_steps_that_are_not_measured():
@@ -261,7 +306,7 @@ def test_tables_have_exactly_their_columns_and_types():
 def test_no_run_is_lost_or_doubled():
     _, built = synthetic.results()
     runs = built["runs"]
-    declared = 3 * len(synthetic.ARMS) * (1 + len(synthetic.RATES))
+    declared = 3 * len(synthetic.ARMS) * (2 + len(synthetic.RATES))
     assert len(runs) == declared - 1
     assert runs["run_id"].is_unique
     assert runs["state"].value_counts().to_dict() == {
@@ -284,6 +329,7 @@ def test_a_done_run_equals_its_rows():
     assert (row["forward_bits"], row["backward_bits"]) == (4, 8)
     assert (row["train_id"], row["cell"]) == (spec.train_id, spec.cell_id)
     assert (row["model"], row["task"], row["batch_size"]) == ("gpt2:tiny", "lm:pydoc", 16)
+    assert (row["stages"], row["groups"]) == (2, 1)
     slowest = [max(r["step_time_s"] for r in raw["steps"] if r["step"] == n) for n in range(6)]
     assert row["step_time_s"] == pytest.approx(statistics.median(slowest[2:]))
     assert row["cold_step_time_s"] == pytest.approx(statistics.median(slowest[:2]))
@@ -296,6 +342,8 @@ def test_a_done_run_equals_its_rows():
     assert row["measured_compression_ratio"] == pytest.approx(expected)
     assert row["measured_compression_ratio"] > 1.2 * row["compression_ratio"]
     assert row["wire_bytes"] == int(1.05 * row["frame_bytes"])
+    assert (row["sync_bytes"], row["data_bytes"]) == (synthetic.SYNC_BYTES, 0)
+    assert {name: row[name] for name in synthetic.MEMORY_MIB} == synthetic.MEMORY_MIB
     assert row["measured_rate_mbit"] == pytest.approx(9.98)
     assert row["steps"] == 6
     parts = row[["compute_s", "codec_s", "wait_s", "idle_s"]].sum()
@@ -312,6 +360,15 @@ def test_fp32_is_32_bits_and_has_losses():
     last = [r["train_loss"] for r in raw["steps"] if r["epoch"] == synthetic.EPOCHS - 1 and r["train_loss"] is not None]
     assert row["final_train_loss"] == pytest.approx(sum(last) / synthetic.STEPS_PER_EPOCH)
     assert row["final_eval_loss"] == pytest.approx(raw["evals"][-1]["eval_loss"])
+
+
+def test_a_classification_is_scored_and_a_language_model_is_not():
+    key = ("classification", "AQ-SGD fw4 bw8", 100, 1)
+    row, lm = one(*key), one("convergence", *key[1:])
+    last = synthetic.run_rows(synthetic.spec_of(*key), key)["evals"][-1]
+    assert [row[f"final_{name}"] for name in metrics.SCORES] == [last[name] for name in metrics.SCORES]
+    assert row["task"] == "classify:movie-reviews"
+    assert lm[[f"final_{name}" for name in metrics.SCORES]].isna().all()
 
 
 @pytest.mark.parametrize("key", [synthetic.FAILED, synthetic.DIVERGED])
@@ -418,6 +475,21 @@ def test_an_unfinished_run_leaves_no_row_and_an_unknown_experiment_is_an_error(s
     assert list(built["runs"].columns) == list(metrics.RUNS)
     with pytest.raises(UserError, match="no run of an experiment 'other'"):
         tables.build(store, "other")
+
+
+def test_a_run_by_itself_has_its_spans_too(single):
+    store, spec, folder = single
+    built = tables.of_run(store, spec.run_id)
+    assert sorted(built) == sorted(metrics.TABLES)
+    assert {name: list(frame.columns) for name, frame in built.items()} == {
+        name: list(columns) for name, columns in metrics.TABLES.items()
+    }
+    (row,) = built["runs"].to_dict("records")
+    assert (row["run_id"], row["experiment"], row["cell"]) == (spec.run_id, "run", spec.cell_id)
+    assert len(built["spans"]) == len(synthetic.run_rows(spec, KEY)["spans"])
+    (folder / "status.json").unlink()
+    with pytest.raises(UserError, match=f"run {spec.run_id} has not ended"):
+        tables.of_run(store, spec.run_id)
 
 
 def test_a_run_shared_by_two_parts_has_two_rows_and_its_steps_once(single):
