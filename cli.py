@@ -223,7 +223,7 @@ def trace(
 
 @command(app, "fetch-data")
 def fetch_data(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="What to fetch.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="What to fetch.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fetch data and weights that no Python package places, checked by hash; without a NAME, list them."""
@@ -234,7 +234,7 @@ def fetch_data(
 
 @command(app, "pretrain")
 def pretrain(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A known recipe.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A known recipe.")] = None,
     *,
     overrides: SetOption = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Here instead of into the cache.")] = None,

@@ -113,7 +113,8 @@ def fits(spec: RunSpec, num_samples: int | None = None, available_bytes: int | N
     if needed <= allowed:
         return
     most = max(found, key=lambda one: one.total)
-    shown = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(most.parts.items(), key=_by_size) if size)
+    parts = sorted(most.parts.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size > most.total / 100)
     raise UserError(
         f"the ranks of this run need {_gib(needed)} GiB together, but only {_gib(allowed)} GiB of the free "
         f"{_gib(free)} GiB may be used. Rank {most.rank} needs most, {_gib(most.total)} GiB: {shown}. "
@@ -291,10 +292,6 @@ def _available() -> int:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f}"
-
-
-def _by_size(part: tuple[str, int]) -> int:
-    return -part[1]
 
 
 def _advice(spec: RunSpec, found: Sequence[Prediction]) -> str:

@@ -122,7 +122,7 @@ STEPS: dict[str, Column] = {
     "compute_s": Column(float, "s", "forward, backward and optimizer"),
     "codec_s": Column(float, "s", "encode and decode"),
     "blocked_s": Column(float, "s", "waiting for a receive or a send"),
-    "sync_s": Column(float, "s", "exchanging clip norms"),
+    "sync_s": Column(float, "s", "exchanging clip norms, gradients of shared weights and of data groups"),
 }
 
 TRANSFERS: dict[str, Column] = {

@@ -58,10 +58,10 @@ def partition(
 ) -> dict[str, Any]:
     """Cut the checkpoint `model` (a folder, `pretrained:NAME`, or a hub's name) into `stages` files below `out`.
 
-    cuts: the blocks that stages 1, 2, ... begin with; None = as a run would cut it. name: the model plug-in; None = the
-    one that config.json asks for. Needs the memory of one stage. Returns {out, model, stages, cuts, files: [{file,
-    blocks, tensors, bytes}], fresh: tensors that the checkpoint lacks and a run starts at random, unused: tensors of it
-    that the model does not have}.
+    cuts: the blocks that stages 1, 2, ... begin with; None = as a run on the longest sequences would cut it. name: the
+    model plug-in; None = the one that config.json asks for. Needs the memory of one stage. Returns {out, model, stages,
+    cuts, files: [{file, blocks, tensors, bytes}], fresh: tensors that the checkpoint lacks and a run starts at random,
+    unused: tensors of it that the model does not have}.
 
     Raises UserError for a checkpoint that is missing, incomplete, damaged or of no known family, cuts that are none, an
     `out` that is there already, and a full disk; `out` is then not made.
@@ -138,28 +138,38 @@ def source_folder(model: str) -> Path:
 
 
 def _spec(folder: Path, name: str | None) -> tuple[ModelSpec, TaskSpec]:
-    """The model as a run would ask for it, and the smallest task it fits."""
+    """The model as a run would ask for it, and a task that fits it."""
     config = models.checkpoint_config(folder)
-    loads = {
-        key: plugin.parameters for key, plugin in plugins.find("models").items() if "checkpoint" in plugin.parameters
-    }
-    if name is None:
-        family = config.get("model_type")
-        name = next((key for key, had in loads.items() if had["checkpoint"]["model_type"] == family), None)
-        if name is None:
-            known = ", ".join(sorted(had["checkpoint"]["model_type"] for had in loads.values()))
-            raise UserError(f"{folder} is of family {family!r} (model_type in config.json); known are: {known}.")
-    kinds = plugins.get("models", name).parameters["kinds"]
+    name = name or _family(folder, config)
+    declared = plugins.get("models", name).parameters
     heads = [kind for head in config.get("architectures") or [] for end, kind in KINDS.items() if end in head]
-    kind = next((kind for kind in heads if kind in kinds), kinds[0])
+    kind = next((kind for kind in heads if kind in declared["kinds"]), declared["kinds"][0])
     tasks = [key for key, plugin in plugins.find("tasks").items() if plugin.parameters["kind"] == kind]
     if not tasks:
         raise UserError(f"model {name!r} is for tasks of kind {kind!r}, and there is none: `thinpipe list tasks`.")
-    labels = {} if kind == "lm" else {"num_labels": len(config.get("id2label") or ()) or config.get("num_labels", 2)}
+    classes = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    labels = {} if kind == "lm" else {"num_labels": max(2, classes)}
     # The tokenizer is the checkpoint's: its vocabulary is not held against a task's.
-    return ModelSpec(name=name, checkpoint=str(folder)), TaskSpec(
-        name=tasks[0], corpus=str(folder), tokenizer="checkpoint", sequence_length=2, **labels
-    )
+    asked = {"corpus": str(folder), "tokenizer": "checkpoint", "sequence_length": _longest(config, declared)}
+    return ModelSpec(name=name, checkpoint=str(folder)), TaskSpec(name=tasks[0], **asked, **labels)
+
+
+def _family(folder: Path, config: Mapping[str, Any]) -> str:
+    """The model plug-in that loads checkpoints of this model_type. Raises UserError where none does."""
+    found = plugins.find("models").items()
+    loads = {p.parameters["checkpoint"]["model_type"]: key for key, p in found if "checkpoint" in p.parameters}
+    if config.get("model_type") not in loads:
+        raise UserError(
+            f"{folder} is of family {config.get('model_type')!r} (model_type in config.json); known are: "
+            f"{', '.join(sorted(loads))}."
+        )
+    return loads[config["model_type"]]
+
+
+def _longest(config: Mapping[str, Any], declared: Mapping[str, Any]) -> int:
+    """The longest sequence a checkpoint takes: what blocks and head cost beside each other depends on the length."""
+    positions = config.get(declared.get("checkpoint", {}).get("positions"))
+    return positions if isinstance(positions, int) and positions >= 2 else 2
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -1,7 +1,7 @@
 """Plug-ins are found, never imported, until one is used.
 
 A plug-in is one file; its name is the file's stem. `VERSION` (int), `SUMMARY` (str), `SOURCE` (str) and
-`PARAMETERS` (dict of option -> default) are literals at the top of the module, read from its syntax tree,
+`PARAMETERS` (dict; what is in it, each kind says) are literals at the top of the module, read from its syntax tree,
 so that listing and planning cost no import of torch. Third parties register modules under the entry-point
 groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`, `thinpipe.figures`.
 
@@ -32,7 +32,7 @@ FOLDERS = {
     "tasks": "harness/tasks",
     "figures": "plots",
 }
-# Every file of a plug-in folder is a plug-in, save these; what plug-ins share lives one level up or here.
+# Every file of a plug-in folder is a plug-in, save these and those that begin with `_`, which plug-ins share.
 NOT_PLUGINS = {"__init__", "style", "base"}
 LITERALS = {"VERSION": int, "SUMMARY": str, "SOURCE": str, "PARAMETERS": dict}
 ROOT = Path(__file__).resolve().parent.parent

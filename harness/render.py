@@ -238,7 +238,10 @@ def pretrained(data: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
 
 def partitioned(data: Mapping[str, Any]) -> None:
     """The files of a partition."""
-    rows = [[f["file"], _word(f["blocks"]), f["tensors"], f"{f['bytes'] / 2**20:.1f} MiB"] for f in data["files"]]
+    rows = [
+        [f["file"], "-".join(map(str, f["blocks"])), f["tensors"], f"{f['bytes'] / 2**20:.1f} MiB"]
+        for f in data["files"]
+    ]
     _table(["file", "blocks", "tensors", "size"], rows)
     for name, why in (("fresh", "not in the checkpoint, to be drawn at random"), ("unused", "not in the model")):
         if data.get(name):
@@ -249,4 +252,5 @@ def partitioned(data: Mapping[str, Any]) -> None:
 def merged(data: Mapping[str, Any]) -> None:
     """What a merge wrote."""
     for key, value in data.items():
-        _line(f"{key}: {_word(value)}")
+        if value is not None:
+            _line(f"{key}: {_word(value)}")

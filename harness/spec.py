@@ -1,7 +1,8 @@
 """RunSpec: one run, wholly described. Validated, frozen, with a canonical form that names it.
 
-`run_id` is the hash of the canonical JSON and of the VERSION of each plug-in it uses; `train_id` leaves out network
-and measure: it names what the numbers of training depend on, so runs that share it must share their loss curve.
+`run_id` is the hash of the canonical JSON (without checkpoint and trace) and of the VERSION of each plug-in it uses;
+`train_id` leaves out network, measure, timing and the rate between data groups too: it names what the numbers of
+training depend on, so runs that share it must share their loss curve.
 Canonical JSON omits defaults, so a field added later, with a default that means "as before", changes no id.
 
 >>> RunSpec().pipeline.stages
@@ -183,9 +184,11 @@ class NetworkSpec(Part):
     """Every link of the run, both ways. 1 Mbit = 10^6 bits, counted at layer 2 (Ethernet, IP and TCP headers too)."""
 
     rate_mbit: float | None = setting(None, "rate of a link; none = not limited", "Mbit/s", ge=0.1, le=40_000)
-    delay_ms: float = setting(0.0, "one-way delay added to a link", "ms", ge=0, le=10_000)
-    jitter_ms: float = setting(0.0, "spread of the delay", "ms", ge=0, le=10_000)
-    loss_pct: float = setting(0.0, "packets dropped at random", "%", ge=0, lt=100)
+    delay_ms: float = setting(
+        0.0, "one-way delay added to a link (not built yet: a run with it is refused)", "ms", ge=0, le=10_000
+    )
+    jitter_ms: float = setting(0.0, "spread of the delay (not built yet)", "ms", ge=0, le=10_000)
+    loss_pct: float = setting(0.0, "packets dropped at random (not built yet)", "%", ge=0, lt=100)
     queue_ms: float = setting(100.0, "length of a link's queue, as time at its rate", "ms", gt=0, le=60_000)
     mtu: int = setting(1500, "largest IP packet", "B", ge=576, le=9000)
     congestion: str = setting(
@@ -371,7 +374,11 @@ class RunSpec(Part):
             )
 
     def _used_settings(self) -> None:
-        """Refuse what would have no effect: it was meant to have one."""
+        """Refuse what would have no effect: it was meant to have one.
+
+        What arms of one experiment share is let through where another arm may use it: bits of an exchange, momentum,
+        warm-up epochs of compression, passes of a timing run.
+        """
         train, parallel = self.train, self.data_parallel
         if parallel.groups == 1:
             for name in ("exchange", "rate_mbit"):
@@ -397,8 +404,19 @@ class RunSpec(Part):
                 'data_parallel.exchange "powersgd" sends the first two steps in full, and the unmeasured pass has only '
                 "one: set timing.batches to 2 or more"
             )
-        if train.lr_epochs is not None and train.lr_schedule == "constant":
-            raise ValueError('train.lr_epochs has no effect on train.lr_schedule "constant"')
+        acts = {
+            "train.lr_epochs": (train.lr_schedule != "constant", 'on train.lr_schedule "constant"'),
+            "train.lr_update": (train.lr_schedule != "constant", 'on train.lr_schedule "constant"'),
+            "train.clip_scope": (train.clip_norm is not None or train.preset is not None, "without train.clip_norm"),
+            "task.variants": (self.task.augment == "variant", 'without task.augment "variant"'),
+            "model.dropout_masks": (self.model.dropout > 0, "without model.dropout"),
+            "checkpoint.keep": (self.checkpoint.every is not None, "without checkpoint.every"),
+        }
+        for name, (does, why) in acts.items():
+            part, _, key = name.partition(".")
+            value = getattr(self, part)
+            if not does and getattr(value, key) != type(value).model_fields[key].default:
+                raise ValueError(f"{name} has no effect {why}; leave it out")
 
     def _comes_into_force(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
         """Refuse a rule that begins after the run's end: its arm would be another method than its label says."""

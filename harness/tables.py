@@ -93,7 +93,9 @@ def of_run(store: Results, run_id: str) -> dict[str, pd.DataFrame]:
         raise UserError(f"run {run_id} has not ended: run its experiment again to finish it.")
     spec = store.spec(run_id)
     shards = read_run(store.run_dir(run_id), run_id, spec.world_size, status["state"])
-    entry = {"run_id": run_id, "part": "run", "arm": f"run {run_id}", "cell": spec.cell_id, "seed": spec.seed}
+    made = _settings(spec)
+    method = f"{made['forward']} / {made['backward']}"
+    entry = {"run_id": run_id, "part": "run", "arm": method, "cell": spec.cell_id, "seed": spec.seed}
     row = run_row("run", entry, spec, status, shards)
     return {"runs": to_frame("runs", to_arrow("runs", [row])), **{k: to_frame(k, v) for k, v in shards.items()}}
 

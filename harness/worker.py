@@ -33,9 +33,9 @@ from thinpipe.harness import (
     memory,
     metrics,
     plugins,
+    rank_state,
     regimes,
     rss,
-    state,
     steps,
     store,
     train,
@@ -43,7 +43,7 @@ from thinpipe.harness import (
 from thinpipe.harness.cache import cache_folder
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
-from thinpipe.harness.compression.base import Direction, Memory
+from thinpipe.harness.compression.base import Direction
 from thinpipe.harness.errors import PeerError, RunError, UserError
 from thinpipe.harness.gradients import Gradients, StageGradients
 from thinpipe.harness.models import _dropout
@@ -289,7 +289,7 @@ class Rank:
         if self.links:
             self.links.probe(placement.neighbours(self.spec.pipeline))
             self.links.barrier()
-        self.first = self._resume()
+        self.first = rank_state.resume(self)
         self.control.send({"type": "ready", "effective": self.effective()})
         self.control.receive(SETUP_LIMIT_S)
         if self.links:
@@ -316,7 +316,7 @@ class Rank:
             if spec.measure != "timing" and step.ends_epoch:
                 self._evaluate(number, step.epoch)
             self.recorder.flush()
-            self._save(number + 1)
+            rank_state.save(self, number + 1)
             self.control.send({"type": "progress", "step": number + 1, "steps": len(self.plan)})
 
     def _evaluate(self, number: int, epoch: int) -> None:
@@ -346,59 +346,6 @@ class Rank:
         for ids, weights in self.data.task.evaluation_batches(len(held_out), size):
             yield self.data.task.batch(held_out, ids, weights)
             self.control.send({"type": "alive"})
-
-    # --- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _save(self, step: int) -> None:
-        """Save everything after `step` steps where it is due. It counts once every rank has written its part."""
-        every = self.spec.checkpoint.every
-        if not every or (step % every and step != len(self.plan)):
-            return
-        kept = {
-            state.STAGES: self.trainer.modules_state(),
-            "trainer": self.trainer.state_dict(),
-            "memories": {
-                f"{channel.direction}/{channel.boundary}/{'out' if channel.sends else 'in'} {text}": c.state_dict()
-                for channel in self.channels
-                for text, c in channel.compressors.items()
-                if isinstance(c, Memory)
-            },
-            "rows": self.recorder.rows,
-            "torch_rng": torch.get_rng_state(),
-            "numpy_rng": np.random.get_state(),
-            "python_rng": random.getstate(),
-        }
-        state.save(self.run_dir, step, self.rank, self.world_size, kept)
-        if self.links:
-            self.links.barrier()
-        if self.rank == 0:
-            state.commit(self.run_dir, step, self.world_size)
-            state.prune(self.run_dir)
-        if self.links:
-            # Nobody goes on, and may be killed, in between: either all ranks resume from this one or all from the last.
-            self.links.barrier()
-
-    def _resume(self) -> int:
-        """Take up the newest complete checkpoint; returns the step to go on with, 0 without one."""
-        step = state.latest(self.run_dir)
-        if step is None:
-            self.recorder.restore({})  # what an earlier attempt wrote
-            return 0
-        kept = state.load(self.run_dir, step, self.rank)
-        self.trainer.load_modules_state(kept[state.STAGES])
-        self.trainer.load_state_dict(kept["trainer"])
-        for channel in self.channels:
-            for text, compressor in channel.compressors.items():
-                if isinstance(compressor, Memory):
-                    side = "out" if channel.sends else "in"
-                    compressor.load_state_dict(
-                        kept["memories"][f"{channel.direction}/{channel.boundary}/{side} {text}"]
-                    )
-        self.recorder.restore(kept["rows"])
-        torch.set_rng_state(kept["torch_rng"])
-        np.random.set_state(kept["numpy_rng"])
-        random.setstate(kept["python_rng"])
-        return step
 
     # --- 6 settle ------------------------------------------------------------------------------------------------
 

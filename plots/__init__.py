@@ -4,7 +4,9 @@ A figure is a module `plots/NAME.py`, or one that a package registers under the 
 No other file is edited for it: `thinpipe run` and `thinpipe plot` draw it, and tests/contract/test_figures.py
 holds it to what follows.
 
-    VERSION, SUMMARY, SOURCE, PARAMETERS   literals, as in every plug-in; PARAMETERS = {}
+    VERSION, SUMMARY, SOURCE, PARAMETERS   literals, as in every plug-in; PARAMETERS = {}, or {"per_run": True} for a
+                                           figure of one run: drawn by `thinpipe plot NAME RUN_ID` alone, and given
+                                           that run's tables, its spans too
     NAME, COLUMNS                          the file's stem; for captions: "table runs (arm, seed, ...)"
     figures(tables) -> [(stem, figure)]    stem: NAME, or NAME.PART where several parts have one
     REQUIRES = ("runs",)                   optional: tables it reads besides runs, of runs, steps, transfers, evals

@@ -24,14 +24,24 @@ def gpipe(
     for group in range(groups):
         clock = start
         for step in range(steps):
-            clock = _step(rows, ranks, microbatches, group, step, clock, (forward, backward), transfer, codec)
+            clock = _step(
+                rows,
+                ranks,
+                microbatches,
+                group,
+                step,
+                start=clock,
+                compute=(forward, backward),
+                transfer=transfer,
+                codec=codec,
+            )
             for rank in range(ranks):
                 rows.append(_row(group * ranks + rank, step, "optimizer", clock, clock + optimizer))
             clock += optimizer
     return rows
 
 
-def _row(rank, step, phase, start, end, microbatch=-1, direction=None, boundary=None, stage=None) -> dict:
+def _row(rank, step, phase, start, end, *, microbatch=-1, direction=None, boundary=None, stage=None) -> dict:
     return {
         "run_id": "0" * 12,
         "rank": rank,
@@ -46,7 +56,7 @@ def _row(rank, step, phase, start, end, microbatch=-1, direction=None, boundary=
     }
 
 
-def _step(rows, ranks, microbatches, group, step, start, compute, transfer, codec) -> float:
+def _step(rows, ranks, microbatches, group, step, *, start, compute, transfer, codec) -> float:
     now = [start] * ranks
     for direction, seconds in zip(("forward", "backward"), compute, strict=True):
         order = range(ranks) if direction == "forward" else range(ranks)[::-1]
@@ -59,16 +69,51 @@ def _step(rows, ranks, microbatches, group, step, start, compute, transfer, code
                 if not first:
                     boundary = at - 1 if direction == "forward" else at
                     here = max(now[at], arrived[i])
-                    rows.append(_row(rank, step, "wait_receive", now[at], here, i, direction, boundary))
-                    rows.append(_row(rank, step, "decode", here, here + codec, i, direction, boundary))
+                    rows.append(
+                        _row(
+                            rank,
+                            step,
+                            "wait_receive",
+                            now[at],
+                            here,
+                            microbatch=i,
+                            direction=direction,
+                            boundary=boundary,
+                        )
+                    )
+                    rows.append(
+                        _row(
+                            rank,
+                            step,
+                            "decode",
+                            here,
+                            here + codec,
+                            microbatch=i,
+                            direction=direction,
+                            boundary=boundary,
+                        )
+                    )
                     now[at] = here + codec
-                rows.append(_row(rank, step, f"{direction}_compute", now[at], now[at] + took, i, stage=at))
+                rows.append(_row(rank, step, f"{direction}_compute", now[at], now[at] + took, microbatch=i, stage=at))
                 now[at] += took
                 if not last:
                     boundary = at if direction == "forward" else at - 1
-                    rows.append(_row(rank, step, "encode", now[at], now[at] + codec, i, direction, boundary))
+                    rows.append(
+                        _row(
+                            rank,
+                            step,
+                            "encode",
+                            now[at],
+                            now[at] + codec,
+                            microbatch=i,
+                            direction=direction,
+                            boundary=boundary,
+                        )
+                    )
                     now[at] += codec
-                    rows.append(_row(rank, step, "send", now[at], now[at], i, direction, boundary))
+                    rows.append(
+                        _row(rank, step, "send", now[at], now[at], microbatch=i, direction=direction, boundary=boundary)
+                    )
                     free = max(free, now[at]) + transfer
                     left[i] = free
             arrived = left

@@ -92,7 +92,6 @@ class Control:
         if self.spec.world_size == 1:
             return {0: mine}
         if self.group is None:
-            limit = timedelta(seconds=self.limit_s)
             # Another rank may still write its trace, as it may still read a checkpoint at the start.
             limit = timedelta(seconds=max(self.limit_s, runner.SETUP_LIMIT_S))
             self.group = dist.new_group(list(range(self.spec.world_size)), timeout=limit, backend="gloo")

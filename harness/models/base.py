@@ -25,6 +25,7 @@ and defines, in the module that a rank imports:
         its forward(x, **side): x the task's inputs on the first stage, else the boundary tensor; side: the task's
         per-sample extras (a mask), the same on every stage; returns the boundary tensor, or the output on the last.
         Its parameters and buffers carry the names they have in the whole model, cut at any place.
+        Its `part`: the StagePart it was built for, read back before a run.
         Its `shared`: key -> list of its parameters that are copies of one (shape.shared "summed"), here or on other
         stages too; the trainer gives all copies of a key the sum of their gradients, and counts one of them in norms.
     loss(output, targets, weights=None) -> scalar tensor     the micro-batch's mean; with weights the weighted sum

@@ -18,13 +18,16 @@ class Wire:
 
     def __init__(self):
         self.queue = []
+        self.tags = {"sent": [], "posted": []}
         self.tamper = lambda data: data
 
-    def isend(self, tensor, **_):
+    def isend(self, tensor, tag, **_):
+        self.tags["sent"].append(tag)
         self.queue.append(self.tamper(bytearray(tensor.numpy().tobytes())))
         return Done(lambda: None)
 
-    def irecv(self, buffer, **_):
+    def irecv(self, buffer, tag, **_):
+        self.tags["posted"].append(tag)
         return Done(lambda: self.deliver(buffer))
 
     def deliver(self, buffer):
@@ -51,10 +54,11 @@ def wire(monkeypatch):
     return wire
 
 
-def ends(*texts, seed=0):
+def ends(*texts, seed=0, boundary=1, direction="forward"):
     def end(sends):
         return Channel(
-            boundary=1, direction="forward", sends=sends, rank=1 if sends else 2, peer=2 if sends else 1, group=None,
+            boundary=boundary, direction=direction, sends=sends, rank=1 if sends else 2, peer=2 if sends else 1,
+            group=None,
             compressors={t: grammar.build(t) for t in ("none", *texts)}, shape=SHAPE, microbatches=2, seed=seed,
             recorder=Recorder("run", 0), policy=Policy(digest_every=1, sample_every=1, limit_s=7.0),
         )  # fmt: skip
@@ -87,6 +91,42 @@ def test_none_arrives_bit_for_bit_and_is_counted(wire):
     assert (traffic.messages, traffic.raw_bytes, traffic.payload_bytes) == (2, raw, raw)
     assert traffic.frame_bytes == raw + 2 * frame.HEADER_BYTES
     assert (sender.messages, sender.bytes) == (receiver.messages, receiver.bytes) == (2, traffic.frame_bytes)
+
+
+def test_a_micro_batch_has_a_tag_of_its_own_on_every_channel(wire):
+    """Schedules may send them in another order than they are received in."""
+    seen = set()
+    for boundary in (0, 1):
+        for direction in ("forward", "backward"):
+            wire.tags = {"sent": [], "posted": []}
+            step(*ends(boundary=boundary, direction=direction), tensors())
+            assert wire.tags["sent"] == wire.tags["posted"]
+            assert not seen & set(wire.tags["sent"])
+            seen |= set(wire.tags["sent"])
+    assert len(seen) == 2 * 2 * 2
+
+
+def test_what_is_recorded_names_boundary_and_micro_batch_counted_through_the_passes_of_a_step(wire):
+    sender, receiver = ends()
+    for offset in (0, 2):
+        sender.offset = receiver.offset = offset
+        step(sender, receiver, tensors())
+    for end, phases in ((sender, ("encode", "send")), (receiver, ("wait_receive", "decode"))):
+        spans = end.recorder.rows["spans"]
+        assert {(row["boundary"], row["direction"], row["stage"]) for row in spans} == {(1, "forward", None)}
+        for phase in phases:
+            assert [row["microbatch"] for row in spans if row["phase"] == phase] == [0, 1, 2, 3]
+    assert [row["microbatch"] for row in sender.recorder.rows["spans"] if row["phase"] == "wait_send"] == [-1, -1]
+
+
+def test_traffic_of_the_passes_of_a_step_adds_up(wire):
+    sender, receiver = ends("delta(fixpoint:4)")
+    kwargs = {"use": "delta(fixpoint:4)"}
+    (_, first), (_, second) = (step(sender, receiver, tensors(seed), **kwargs) for seed in (0, 1))
+    first.add(second)
+    assert (first.messages, first.raw_bytes) == (4, 4 * 4 * 80)
+    assert first.frame_bytes == sender.bytes == first.payload_bytes + 4 * frame.HEADER_BYTES
+    assert {"rel_error", "mean_abs_change"} <= set(first.samples)
 
 
 def test_delta_sends_a_sample_in_full_once_and_both_ends_agree(wire):

@@ -22,7 +22,7 @@ ABOUT = {
     "runs": "One row a run and part: everything a figure of whole runs needs.",
     "steps": "One row a step and rank.",
     "transfers": "One row a step, boundary and direction, by the sender.",
-    "evals": "One row an evaluation, by the last rank.",
+    "evals": "One row an evaluation, by the rank with the last stage, of the first data group.",
     "spans": "One row a span: what a rank was busy with. Shards only; `phase` is one of "
     + ", ".join(f"`{phase}`" for phase in metrics.PHASES)
     + ".",

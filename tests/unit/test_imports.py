@@ -10,11 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(p for folder in ("harness", "netem", "plots", "experiments") for p in (ROOT / folder).rglob("*.py"))
 FILES.append(ROOT / "cli.py")
+# What figures may use of the harness: pure functions of numbers and tables, and the error of people.
+FOR_PLOTS = {"errors", "stats", "timeline"}
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
-    "_forkserver", "audit", "cache", "check", "cli", "data_traffic", "doctor", "errors", "experiment", "fetch", "figures",
-    "folders", "grammar", "local", "lock", "manifest", "memory", "metrics", "partition", "placement", "plan", "plugins", "predict", "progress", "regimes", "render", "runner",
-    "spec", "stats", "steps", "store", "summary", "sweep", "verbs", "views",
+    "_forkserver", "arguments", "audit", "cache", "check", "cli", "data_traffic", "doctor", "errors", "experiment",
+    "fetch", "figures", "folders", "grammar", "interface", "local", "lock", "manifest", "mapping", "memory", "metrics",
+    "notes", "partition", "placement", "plan", "plugins", "predict", "pretrain", "progress", "regimes", "render",
+    "runner", "spec", "stats", "steps", "store", "summary", "sweep", "table", "timeline", "trace", "verbs", "views",
 }  # fmt: skip
 
 
@@ -42,11 +45,20 @@ def test_layers(path):
     if relative.startswith("netem/"):
         assert not starts(every, "thinpipe.harness", "thinpipe.plots", "torch"), "netem imports nothing of ours"
     if relative.startswith("plots/"):
-        heavy = starts(every, "torch", "thinpipe.netem", "thinpipe.harness.store", "thinpipe.harness.runner")
-        assert not heavy, "plots read tables only"
+        assert not starts(every, "torch", "thinpipe.netem"), "plots read tables only"
+        used = {name.split(".")[2] for name in starts(every, "thinpipe.harness") if name.count(".") >= 2}
+        assert used <= FOR_PLOTS, "plots read tables only: nothing of the harness that reads files or knows of runs"
     if relative.startswith(("harness/pipeline/", "harness/compression/")) or relative == "harness/channel.py":
         bad = starts(every, "thinpipe.harness.launch", "thinpipe.harness.store", "thinpipe.netem")
         assert not bad, "the data path knows nothing of launching, storing or the network's making"
+
+
+@pytest.mark.parametrize("name", sorted(FOR_PLOTS))
+def test_what_plots_use_of_the_harness_is_pure(name):
+    path = ROOT / "harness" / f"{name}.py"
+    every = imports(path, top_only=False)
+    assert not starts(every, "torch", "pyarrow", "pandas", "pathlib", "os", "io", "subprocess")
+    assert {n.split(".")[2] for n in starts(every, "thinpipe.harness") if n.count(".") >= 2} <= FOR_PLOTS
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem in TORCH_FREE_TOP], ids=lambda p: p.stem)

@@ -10,6 +10,8 @@ from pipelines import gpipe
 
 from thinpipe.harness import timeline, trace
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.shards import to_arrow
+from thinpipe.harness.tables import to_frame
 from thinpipe.plots import trace as chart
 
 
@@ -95,9 +97,10 @@ def test_medians_are_those_of_the_measured_steps():
     assert timeline.medians(found, ()) == {"bubble_fraction": None, "overlap_fraction": None}
 
 
-def test_a_table_and_rows_say_the_same():
+@pytest.mark.parametrize("make", [pd.DataFrame, lambda rows: to_frame("spans", to_arrow("spans", rows))])
+def test_a_table_and_rows_say_the_same(make):
     spans = gpipe(3, 2, transfer=0.5, steps=2)
-    table = pd.DataFrame(spans).sample(frac=1.0, random_state=0)
+    table = make(spans).sample(frac=1.0, random_state=0)
     assert timeline.fractions(table, 3) == timeline.fractions(spans, 3)
     key = json.dumps
     one, other = (trace.chrome_trace(s, 3)["traceEvents"] for s in (table, spans))
