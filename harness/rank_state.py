@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from thinpipe.harness import state
+from thinpipe.harness import manifest, state
 from thinpipe.harness.compression.base import Memory
+from thinpipe.harness.errors import UserError
 
 if TYPE_CHECKING:
     from thinpipe.harness.worker import Rank
@@ -23,6 +25,7 @@ def save(rank: Rank, step: int) -> None:
     if not every or (step % every and step != len(rank.plan)):
         return
     kept = {
+        "inputs": _inputs(rank),
         state.STAGES: rank.trainer.modules_state(),
         "trainer": rank.trainer.state_dict(),
         "memories": {key: memory.state_dict() for key, memory in _memories(rank)},
@@ -55,6 +58,11 @@ def resume(rank: Rank) -> int:
         rank.recorder.restore({})  # what an earlier attempt wrote
         return 0
     kept = state.load(rank.run_dir, step, rank.rank)
+    if changed := [key for key, now in _inputs(rank).items() if kept["inputs"].get(key) != now]:
+        raise UserError(
+            f"the checkpoint of step {step} was made with other {', '.join(changed)} than there are now, and going on "
+            "would mix the two: begin the run again with --force"
+        )
     rank.trainer.load_modules_state(kept[state.STAGES])
     rank.trainer.load_state_dict(kept["trainer"])
     for key, memory in _memories(rank):
@@ -64,6 +72,12 @@ def resume(rank: Rank) -> int:
     np.random.set_state(kept["numpy_rng"])
     random.setstate(kept["python_rng"])
     return step
+
+
+def _inputs(rank: Rank) -> dict[str, Any]:
+    """What a run is made from beside its spec, as plain data: it must not have changed since the checkpoint."""
+    sources = {key: value["source_hash"] for key, value in manifest.plugin_hashes(rank.spec).items()}
+    return {"data": json.loads(json.dumps(rank.data.dataset.provenance)), "plug-in sources": sources}
 
 
 def _memories(rank: Rank) -> Iterator[tuple[str, Memory]]:

@@ -363,6 +363,7 @@ class RunSpec(Part):
         if several != (pipe.stages_per_rank > 1):
             need = "needs pipeline.stages_per_rank of 2 or more" if several else "has one stage a rank"
             raise ValueError(f"pipeline.schedule {pipe.schedule!r} {need}, not {pipe.stages_per_rank}")
+        self._schedulable(pipe)
         if pipe.cuts is not None and (
             len(pipe.cuts) != pipe.stages - 1
             or list(pipe.cuts) != sorted(set(pipe.cuts))
@@ -371,6 +372,23 @@ class RunSpec(Part):
             raise ValueError(
                 f"pipeline.cuts {list(pipe.cuts)} does not give {pipe.stages} stages: it takes "
                 f"{pipe.stages - 1} rising numbers of blocks, the first at least 1"
+            )
+
+    def _schedulable(self, pipe: PipelineSpec) -> None:
+        """What the schedules of torch.distributed.pipelining ask for; they would say so when a rank has started."""
+        name, pieces = pipe.schedule, pipe.microbatches
+        if name in ("zbv-zb", "dualpipev") and pipe.stages_per_rank != 2:
+            raise ValueError(f"pipeline.schedule {name!r} has two stages a rank: set pipeline.stages_per_rank to 2")
+        if name in ("1f1b", "dualpipev") and pieces < pipe.stages:
+            raise ValueError(
+                f"pipeline.schedule {name!r} needs a micro-batch a stage: set pipeline.microbatches, now {pieces}, to "
+                f"{pipe.stages} or more"
+            )
+        rounds = max(1, pieces // pipe.ranks)
+        if name in ("interleaved-1f1b", "interleaved-zb") and pieces % rounds:
+            raise ValueError(
+                f"pipeline.schedule {name!r} takes micro-batches in rounds of at least one a rank: "
+                f"pipeline.microbatches {pieces} is not {rounds} equal rounds; choose a multiple of {pipe.ranks}"
             )
 
     def _used_settings(self) -> None:
@@ -403,6 +421,11 @@ class RunSpec(Part):
             raise ValueError(
                 'data_parallel.exchange "powersgd" sends the first two steps in full, and the unmeasured pass has only '
                 "one: set timing.batches to 2 or more"
+            )
+        if self.model.shared == "summed" and train.clip_scope == "stage" and train.clip_norm is not None:
+            raise ValueError(
+                'train.clip_scope "stage" scales the copies of a shared weight apart: set model.shared to "copies" or '
+                '"frozen", or train.clip_scope "global"'
             )
         acts = {
             "train.lr_epochs": (train.lr_schedule != "constant", 'on train.lr_schedule "constant"'),

@@ -5,6 +5,7 @@ once this file and tests/golden pass there.
 """
 
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
+from thinpipe.harness.errors import UserError
 from thinpipe.harness.pipeline import placement, schedules
 from thinpipe.harness.pipeline.stage import CompressedStage
-from thinpipe.harness.spec import PipelineSpec
+from thinpipe.harness.spec import PipelineSpec, parse
 
 # method -> the parameters it is called with by torch's schedules
 OVERRIDES = {
@@ -131,6 +133,22 @@ def test_stages_are_on_the_ranks_on_which_torch_looks_for_them(name, ranks):
         found = {stage: made.stage_index_to_group_rank[stage] for stage in range(pipe.stages)}
         assert found == {stage: placement.rank_of(stage, pipe) for stage in range(pipe.stages)}
         assert made.rank == rank
+
+
+@pytest.mark.parametrize("name", schedules.SINGLE | schedules.SEVERAL)
+def test_sizes_are_refused_before_the_start_that_torch_would_refuse_in_a_rank(name):
+    for each, ranks, pieces in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 3, 4, 5, 6, 8)):
+        pipe = PipelineSpec(stages=each * ranks, stages_per_rank=each, schedule=name, microbatches=pieces)
+        if (each > 1) != (name in schedules.SEVERAL):
+            continue
+        stages = [stand_in(index, pipe, 0) for index in placement.stages_of(0, pipe)]
+        try:
+            schedules.training(name, stages, pieces, lambda output, target: output)
+        except ValueError:
+            with pytest.raises(UserError, match=r"pipeline\.schedule"):
+                parse({"pipeline": pipe.model_dump(), "train": {"batch_size": pieces}})
+        else:
+            parse({"pipeline": pipe.model_dump(), "train": {"batch_size": pieces}})
 
 
 def test_a_schedule_may_be_told_that_nothing_comes_from_anywhere():

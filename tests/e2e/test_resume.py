@@ -1,6 +1,7 @@
 """A run that is killed and started again ends as if nothing had happened, bit for bit."""
 
 import signal
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -46,7 +47,12 @@ def killed_at(step, launcher, rank=0):
     return progress
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+SLOW = ("powersgd", "resnet")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in sorted(KINDS)]
+)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, kind):
     spec = small(**KINDS[kind], checkpoint={"every": 3, "keep": True})
     launcher = Holding()
@@ -78,3 +84,21 @@ def test_a_run_begun_afresh_forgets_its_checkpoints(tmp_path):
         assert (lab.store.run_dir(spec.run_id) / CHECKPOINTS).is_dir()
         again = lab.session.run(spec, lab.store.begin(spec, afresh=True))
         assert again["resumed_from"] == 0
+
+
+def test_a_run_whose_text_has_changed_does_not_go_on(tmp_path):
+    corpus = tmp_path / "text.txt"
+    text = "\n".join(topics[name] for name in sorted(topics))
+    corpus.write_text(text, encoding="utf-8")
+    task = {"corpus": str(corpus), "vocab_size": 300, "num_eval_sequences": 0}
+    spec = small(task=task, checkpoint={"every": 4, "keep": True})
+    launcher = Holding()
+    with Session(calibrated=False, launcher=launcher) as session:
+        lab = Lab(session, tmp_path / "results")
+        assert lab.run(spec, progress=killed_at(6, launcher))["state"] == "failed"
+    corpus.write_text(text[1000:], encoding="utf-8")
+    with Session(calibrated=False) as session:
+        status = Lab(session, tmp_path / "results").run(spec)
+    assert status["state"] == "failed"
+    assert "other data than there are now" in status["error"]
+    assert "--force" in status["error"]

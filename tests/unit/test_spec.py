@@ -38,7 +38,9 @@ def test_train_id_ignores_network_measure_and_timing_only():
         assert parse(change).train_id != base.train_id
 
 
-@pytest.mark.parametrize("change", [{"checkpoint": {"every": 5}}, {"checkpoint": {"keep": True}}, {"trace": True}])
+@pytest.mark.parametrize(
+    "change", [{"checkpoint": {"every": 5}}, {"checkpoint": {"every": 1, "keep": True}}, {"trace": True}]
+)
 def test_checkpoints_and_traces_change_no_id_but_stay_in_the_spec(change):
     base, changed = RunSpec(), parse(change)
     for name in ("run_id", "train_id", "cell_id", "network_id"):
@@ -160,7 +162,25 @@ REFUSED = [
         for cuts in ([1], [1, 2, 3], [2, 1], [2, 2], [0, 1], [-1, 1])
     ),
     ({"pipeline": {"stages": 1, "cuts": [1]}}, ["does not give 1 stages", "takes 0"]),
+    # _schedulable
+    *(
+        ({"pipeline": {"stages": 6, "stages_per_rank": 3, "schedule": name}}, [f"{name!r} has two stages a rank"])
+        for name in ("zbv-zb", "dualpipev")
+    ),
+    ({"pipeline": {"stages": 5, "schedule": "1f1b"}}, ["'1f1b' needs a micro-batch a stage", "now 4, to 5 or more"]),
+    (
+        {
+            "pipeline": {"stages": 4, "stages_per_rank": 2, "schedule": "interleaved-zb", "microbatches": 5},
+            "train": {"batch_size": 20},
+        },
+        ["microbatches 5 is not 2 equal rounds", "multiple of 2"],
+    ),
     # _used_settings
+    (
+        {"model": {"shared": "summed"}, "train": {"clip_scope": "stage"}},
+        ["copies of a shared weight apart", 'train.clip_scope "global"'],
+    ),
+    ({"model": {"shared": "summed"}, "train": {"preset": "acsgd"}}, ["copies of a shared weight apart"]),
     ({"data_parallel": {"exchange": "fp16"}}, ["data_parallel.exchange has no effect with one group"]),
     ({"data_parallel": {"rate_mbit": 10}}, ["data_parallel.rate_mbit has no effect with one group"]),
     (
@@ -177,6 +197,12 @@ REFUSED = [
         ['"powersgd" sends the first two steps in full', "timing.batches to 2"],
     ),
     ({"train": {"lr_epochs": 3, "lr_schedule": "constant"}}, ["train.lr_epochs has no effect", '"constant"']),
+    ({"train": {"lr_update": "epoch", "lr_schedule": "constant"}}, ["train.lr_update has no effect", '"constant"']),
+    ({"train": {"clip_scope": "stage", "clip_norm": None}}, ["train.clip_scope has no effect", "train.clip_norm"]),
+    ({"task": {"variants": 8}}, ["task.variants has no effect", 'task.augment "variant"']),
+    ({"task": {"variants": 8, "augment": "sample"}}, ["task.variants has no effect"]),
+    ({"model": {"dropout_masks": "step"}}, ["model.dropout_masks has no effect", "model.dropout"]),
+    ({"checkpoint": {"keep": True}}, ["checkpoint.keep has no effect", "checkpoint.every"]),
     # from the outside, of the fields themselves
     ({"pipeline": {"schedule": "gpip"}}, ["pipeline.schedule", "'gpipe'"]),
     ({"data_parallel": {"groups": 2, "exchange": "quantized-adam", "bits": 9}}, ["data_parallel.bits", "equal to 8"]),
@@ -205,7 +231,9 @@ def test_what_cannot_be_or_would_have_no_effect_is_refused(data, words):
         {"data_parallel": QUANTIZED, "compression": WARM},
         {"data_parallel": {"groups": 2, "exchange": "powersgd", "rate_mbit": 50}},
         {"data_parallel": {"groups": 2, "exchange": "powersgd"}, "measure": "timing", "timing": {"batches": 2}},
-        {"train": {"lr_epochs": 3, "lr_schedule": "cosine"}},
+        {"train": {"lr_epochs": 3, "lr_schedule": "cosine", "lr_update": "epoch"}},
+        {"task": {"variants": 8, "augment": "variant"}},
+        {"model": {"dropout_masks": "step", "dropout": 0.1}},
     ],
 )
 def test_what_can_be_is_allowed(data):
