@@ -59,6 +59,8 @@ def requested(spec: RunSpec) -> dict[str, Any]:
 def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise RunError naming the first setting that a rank reads back otherwise."""
     for rank, found in effective.items():
+        if found["spec"] != effective[0]["spec"]:
+            raise RunError(f"rank {rank} was started with other settings than rank 0: {_differences(effective, rank)}")
         for name in COMPARED:
             if found[name] != asked[name]:
                 raise RunError(f"rank {rank}: {name} was to be {asked[name]!r}, but is {found[name]!r}")
@@ -81,6 +83,26 @@ def compare_settings(asked: Mapping[str, Any], effective: Mapping[int, Mapping[s
         values = {rank: found[name] for rank, found in effective.items()}
         if any(value != values[0] for value in values.values()):
             raise RunError(f"the ranks disagree about their {name}: {values}")
+
+
+def _differences(effective: Mapping[int, Mapping[str, Any]], rank: int) -> str:
+    """The settings in which a rank's spec is not rank 0's."""
+    first, other = (flat(effective[r]["spec"]) for r in (0, rank))
+    keys = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
+    shown = [f"{key} {other.get(key, 'its default')!r} instead of {first.get(key, 'its default')!r}" for key in keys]
+    return "; ".join(shown)
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables with dotted keys.
+
+    >>> flat({"train": {"lr": 0.1}, "seed": 1})
+    {'train.lr': 0.1, 'seed': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def compare_digests(reports: Mapping[int, Mapping[str, Any]]) -> None:

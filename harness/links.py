@@ -205,7 +205,13 @@ def join(rendezvous: str, interface: str, rank: int, world_size: int, limit_s: f
         assert mine is not None
         return mine
 
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    except (RuntimeError, dist.DistError) as error:
+        raise RunError(
+            f"rank {rank}: not all of {world_size} ranks came within {limit_s:.0f} s, or one came twice "
+            f"({str(error).splitlines()[0]})"
+        ) from error
     first = dist.distributed_c10d._get_default_group()
     pipelines = [range(start, start + ranks) for start in range(0, world_size, ranks)]
     data = None
@@ -234,6 +240,8 @@ def _store(rendezvous: str, rank: int, world_size: int, limit: timedelta) -> tup
         # Rank 0 does not wait here: with a limit of its own the group's start says who is missing.
         store = dist.TCPStore(where.hostname, where.port, world_size, rank == 0, timeout=limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"rank {rank}: port {where.port} is in use; choose another for tcp://HOST:PORT") from error
         raise RunError(
             f"rank {rank}: no rendezvous at {rendezvous} within {limit.total_seconds():.0f} s "
             f"({str(error).splitlines()[0]}); rank 0 must run there, and its port be free and reachable"

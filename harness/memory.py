@@ -42,6 +42,8 @@ HOLES_KEPT, HOLES_ANEW, HOLES_STATE = 0.8, 1.5, 0.2
 # With dropout: copies of the attention weights (heads x tokens x tokens) that a block keeps, and that it needs besides.
 DROPOUT_KEPT, DROPOUT_HOLES = 2.25, 10
 SPAN_BYTES = 500
+# Measured: scikit-learn, which the last stage imports to score its first evaluation.
+SCORING_BYTES = 57 * 2**20
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX.
 LARGE_BYTES = 32 * 2**20
 # The largest tensor of what a block keeps, and of its parameters: the backward pass needs their gradients besides.
@@ -56,7 +58,8 @@ CACHE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 4}
 @dataclass(frozen=True)
 class Prediction:
     """Bytes of one rank at its peak, by what they are for; `activations` with what the backward pass needs besides
-    them; `buffers`: frames and decoded tensors; `other`: holes in the heap, spans, and what every process takes."""
+    them; `buffers`: frames and decoded tensors; `scoring`: of a classification's evaluations; `other`: holes in the
+    heap, spans, and what every process takes."""
 
     rank: int
     parameters: int
@@ -65,6 +68,7 @@ class Prediction:
     activations: int
     buffers: int
     caches: int
+    scoring: int
     other: int
 
     @property
@@ -146,8 +150,14 @@ def _rank(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], place: i
         activations=FLOAT * max(0, heap + large - parameters),
         buffers=buffers,
         caches=_caches(spec, shape, parts, own, samples),
+        scoring=SCORING_BYTES if _scores(spec, shape) and spec.pipeline.stages - 1 in own else 0,
         other=FIXED_BYTES + FLOAT * holes + _records(spec, len(own)),
     )
+
+
+def _scores(spec: RunSpec, shape: ModelShape) -> bool:
+    evaluates = spec.measure != "timing" and spec.train.evaluate_every and spec.task.num_eval_sequences
+    return bool(evaluates) and shape.kind != "lm"
 
 
 def _units(spec: RunSpec, shape: ModelShape, part: StagePart) -> list[Unit]:

@@ -87,9 +87,7 @@ RUNS: dict[str, Column] = {
     "payload_bytes": Column(int, "B", "what the compressors wrote, training steps"),
     "frame_bytes": Column(int, "B", "payload and header, training steps"),
     "wire_bytes": Column(int, "B", "leaf-qdisc counters of all hosts over the whole run, evaluation included", True),
-    "sync_bytes": Column(
-        int, "B", "TCP bytes of everything else between ranks; of a resumed run, since it was resumed", True
-    ),
+    "sync_bytes": Column(int, "B", "TCP bytes of everything else between ranks; empty for a resumed run", True),
     "data_bytes": Column(int, "B", "the part of sync_bytes that averages gradients between data groups", True),
     "compression_ratio": Column(float, "", "raw_bytes / frame_bytes", True),
     "measured_compression_ratio": Column(float, "", "raw bytes / frame bytes of the measured steps", True),

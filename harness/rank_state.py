@@ -50,7 +50,8 @@ def resume(rank: Rank) -> int:
 
     Rank 0 chooses, and reads all files for it; the others read their own.
     """
-    chosen = [state.latest(rank.run_dir) if rank.rank == 0 else None]
+    # What is passed over is said in rank 0's log.
+    chosen = [state.latest(rank.run_dir, print) if rank.rank == 0 else None]
     if rank.links:
         dist.broadcast_object_list(chosen, src=0, group=rank.links.world)
     step = chosen[0]

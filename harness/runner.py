@@ -39,6 +39,9 @@ CAUSE_WITHIN_S = 0.5
 # Rates up to this are carried by any machine; above, what this one carries is measured first.
 SURE_RATE_MBIT = 200.0
 
+# Bytes that are counted by the kernel, from a process's start on.
+COUNTED = ("wire_bytes", "sync_bytes", "data_bytes", "shared_bytes")
+
 Progress = Callable[[int, int], None]
 
 
@@ -294,6 +297,7 @@ class Run:
         self.manifest |= {"requested": requested, "effective": {f"rank{r}": e for r, e in effective.items()}}
         audit.compare_settings(requested, effective)
         self.resumed_from = effective[0]["resumed_from"]
+        self.steps = dict.fromkeys(self.steps, self.resumed_from)
 
     def _verify_bytes(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
         if self.spec.world_size == 1:
@@ -320,12 +324,10 @@ class Run:
         queue = max((r["run_queue_pct"] for r in reports if r["run_queue_pct"] is not None), default=None)
         return {
             "fidelity": audit.fidelity(self.spec, queue, self.calibration),
+            # What was sent before a run was resumed is in no counter any more.
             "totals": totals
-            | {
-                "steps": max(self.steps.values(), default=0),
-                # What was sent before a run was resumed is in no counter any more.
-                "wire_bytes": None if self.resumed_from else self.wire_bytes,
-            },
+            | {"steps": max(self.steps.values(), default=0), "wire_bytes": self.wire_bytes}
+            | (dict.fromkeys(COUNTED) if self.resumed_from else {}),
             "resumed_from": self.resumed_from,
             "parameters": [report["parameters_digest"] for _, report in sorted(self.done.items())],
             "memory": self._memory(reports),

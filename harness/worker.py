@@ -59,6 +59,7 @@ from thinpipe.harness.tasks.base import Batch
 
 # Longest time from a rank's start to its first step: another rank may still read a large checkpoint.
 SETUP_LIMIT_S = 180.0
+GLOO_SAYS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "gloo/transport")
 
 
 class Control(Protocol):
@@ -72,6 +73,7 @@ class Control(Protocol):
 def main(control: Control, run_dir: str, rendezvous: str, interface: str = "eth0", limit_s: float = 300.0) -> None:
     """Run one rank to its end. An error is reported through `control` and ends the process with status 1."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    job: Rank | None = None
     try:
         job = Rank(control, Path(run_dir), rank, world_size, limit_s)
         job.join(rendezvous, interface)
@@ -83,16 +85,30 @@ def main(control: Control, run_dir: str, rendezvous: str, interface: str = "eth0
     except Exception as error:
         # Reported before anything is taken down: a peer that notices first would be blamed instead.
         known = isinstance(error, (RunError, UserError))
+        gone = not known and _is_of_a_peer(error)
+        text = str(error) if known else f"rank {rank}: {type(error).__name__}: {error}"
+        if gone:
+            at = f", step {job.recorder.step}" if job else ""
+            text = f"rank {rank}{at}: another rank did not answer or is gone, in an exchange of gradients or norms"
         control.send(
             {
                 "type": "error",
                 "state": getattr(error, "state", "failed"),
-                "error": str(error) if known else f"rank {rank}: {type(error).__name__}: {error}",
+                "error": text,
                 "detail": traceback.format_exc(),
-                "cause": not isinstance(error, PeerError),
+                "cause": not (gone or isinstance(error, PeerError)),
             }
         )
         raise SystemExit(1) from error
+
+
+def _is_of_a_peer(error: BaseException | None) -> bool:
+    """Whether gloo said it: a connection that was closed, or a wait that had no end."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_SAYS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass
@@ -266,6 +282,7 @@ class Rank:
             "exchange": self._exchange(),
             "stages": {str(stage.stage_index): self.shape_of(stage) for stage in self.stages},
             "parameters": sum(p.numel() for module in modules for p in module.parameters()),
+            "spec": self.spec.canonical(),
             "steps": len(self.plan),
             "resumed_from": self.first,
             "addresses": self.links.addresses if self.links else [],

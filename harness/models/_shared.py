@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -78,13 +78,18 @@ def call(block: nn.Module, *args: Any, recompute: bool, **kwargs: Any) -> Any:
     )
 
 
-@contextlib.contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
+class _buffers_kept:
+    """Gives a block its buffers back as they were. May be entered again: a backward pass in two parts (zero-bubble
+    schedules) recomputes twice."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __enter__(self) -> None:
+        self.kept = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, value in self.kept:
             # Through .data: the buffer may be saved for a backward pass, which would refuse a changed one.
             buffer.data.copy_(value)
 

@@ -67,7 +67,8 @@ def read_pictures(name: str, num_labels: int, cache_dir: Path) -> Pictures:
     if len(found.classes) != num_labels:
         raise UserError(
             f"task.corpus {name!r} has {len(found.classes)} classes ({', '.join(found.classes[:8])}), not "
-            f"{num_labels}: set task.num_labels to {len(found.classes)}."
+            f"{num_labels}: "
+            + (f"set task.num_labels to {len(found.classes)}." if len(found.classes) > 1 else "add others.")
         )
     return found
 

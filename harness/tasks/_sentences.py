@@ -97,8 +97,8 @@ def _joined(name: str, tables: Sequence[Table], num_labels: int, digest: str) ->
     if len(classes) != num_labels:
         shown = ", ".join(repr(value) for value in classes[:8]) + (", ..." if len(classes) > 8 else "")
         raise UserError(
-            f"task.corpus {name!r} has {len(classes)} different labels ({shown}), not {num_labels}: set "
-            f"task.num_labels to {len(classes)}, or mend the labels."
+            f"task.corpus {name!r} has {len(classes)} different labels ({shown}), not {num_labels}: "
+            + (f"set task.num_labels to {len(classes)}, or mend the labels." if len(classes) > 1 else "add others.")
         )
     numbers = {value: number for number, value in enumerate(classes)}
     return Sentences(

@@ -69,7 +69,9 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, kind):
         assert resumed["state"] == "done", resumed["error"]
         assert resumed["resumed_from"] >= 3
         assert resumed["parameters"] == undisturbed["parameters"]
-        assert resumed["totals"]["wire_bytes"] is None, "what was sent before the kill is in no counter"
+        assert resumed["totals"]["steps"] == steps
+        counted = [resumed["totals"][name] for name in ("wire_bytes", "sync_bytes", "data_bytes")]
+        assert counted == [None] * 3, "what was sent before the kill is in no counter"
         assert resumed["totals"]["frame_bytes"] == undisturbed["totals"]["frame_bytes"]
         for table, columns in (("steps", ["step", "train_loss", "lr", "grad_norm"]), ("evals", ["step", "eval_loss"])):
             pair = [lab.rows(spec, table)[columns].values.tolist() for lab in (whole, broken)]

@@ -59,6 +59,13 @@ def test_recomputation_changes_no_number(trained, expected):
     assert trained.losses(small(train={"recompute": True})) == expected
 
 
+@pytest.mark.parametrize("schedule", ["zbv-zb", "interleaved-zb"])
+def test_a_backward_pass_in_two_parts_recomputes_twice(trained, schedule):
+    pipeline = {"stages": 4, "stages_per_rank": 2, "schedule": schedule}
+    once = trained.losses(small(model={"dropout": 0.2}))
+    assert trained.losses(small(model={"dropout": 0.2}, train={"recompute": True}, pipeline=pipeline)) == once
+
+
 def test_recomputed_blocks_meet_their_dropout_masks_again(trained):
     model = {"dropout": 0.2}
     once = trained.losses(small(model=model))
