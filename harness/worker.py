@@ -297,7 +297,8 @@ class Rank:
 
     def shape_of(self, stage: CompressedStage) -> list[int]:
         """First and last block that a stage holds."""
-        blocks = data_parallel.unwrap(stage.submod).part.blocks
+        module: Any = data_parallel.unwrap(stage.submod)
+        blocks = module.part.blocks
         return [blocks[0], blocks[-1]]
 
     # --- 3, 4 probe and go ---------------------------------------------------------------------------------------

@@ -65,10 +65,10 @@ def read_pictures(name: str, num_labels: int, cache_dir: Path) -> Pictures:
             f"{near_miss(name, NAMED)} Or give a folder with a folder of pictures a class."
         )
     if len(found.classes) != num_labels:
+        advice = f"set task.num_labels to {len(found.classes)}" if len(found.classes) > 1 else "add others"
         raise UserError(
             f"task.corpus {name!r} has {len(found.classes)} classes ({', '.join(found.classes[:8])}), not "
-            f"{num_labels}: "
-            + (f"set task.num_labels to {len(found.classes)}." if len(found.classes) > 1 else "add others.")
+            f"{num_labels}: {advice}."
         )
     return found
 

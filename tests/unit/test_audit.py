@@ -23,6 +23,7 @@ GOOD = {
     "steps": 5,
     "data": {"corpus_sha256": "ab"},
     "resumed_from": None,
+    "spec": {"train": {"lr": 0.1}},
 }
 
 
@@ -49,6 +50,14 @@ def test_settings_that_read_back_otherwise_are_refused(name, value):
     field = "stages" if name == "stage" else name
     with pytest.raises(RunError, match=r"rank 1.*" + name):
         audit.compare_settings(audit.requested(SPEC), {0: GOOD, 1: GOOD | {field: value}})
+
+
+def test_a_rank_that_was_started_with_other_settings_is_named_with_them():
+    other = GOOD | {"spec": {"train": {"lr": 0.2, "epochs": 3}}}
+    with pytest.raises(
+        RunError, match=r"rank 1 .*train.epochs 3 instead of 'its default'; train.lr 0.2 instead of 0.1"
+    ):
+        audit.compare_settings(audit.requested(SPEC), {0: GOOD, 1: other})
 
 
 def test_a_channel_that_is_missing_is_noticed():
