@@ -114,15 +114,21 @@ def test_what_cannot_work_is_refused_before_anything_starts(trained, changes, sa
         trained.session.check([small(**changes)])
 
 
-def test_a_cache_larger_than_memory_is_refused_before_anything_starts(monkeypatch):
-    from thinpipe.harness import check
+def test_what_does_not_fit_is_refused_before_anything_starts():
+    from thinpipe.harness import check, memory
 
-    spec = small(compression={"forward": "delta(fixpoint:4, cache=fp32)"})
-    needed = check.cache_bytes(spec, 64, (4, 64, 32))
-    assert needed >= 2 * 64 * 64 * 32 * 4, "two ends hold every sample"
-    check.check(spec, available_bytes=2 * needed)
-    with pytest.raises(UserError, match=r"caches .* need .*cache=fixpoint"):
-        check.check(spec, available_bytes=needed)
+    model = {"width": 256, "layers": 2}
+    spec = small(model=model, compression={"forward": "delta(fixpoint:4, cache=fp32)"}, task={"num_sequences": 100_000})
+    ranks = memory.predict(spec, 64)
+    assert sum(one.caches for one in ranks) == 2 * 64 * 64 * 256 * 4, "two ends hold every sample"
+    needed = sum(one.total for one in ranks)
+    with pytest.raises(UserError, match=r"need .* GiB together"):
+        memory.fits(spec, 64, needed)
+    memory.fits(spec, 64, 2 * needed)
+    with pytest.raises(UserError, match=r"caches .*cache=fixpoint"):
+        memory.fits(spec, 100_000, needed)
+    with pytest.raises(UserError, match=r"need .* GiB together"):
+        check.check(small(model=model), available_bytes=2**20)
 
 
 def test_the_client_killed_leaves_nothing(tmp_path):
