@@ -90,6 +90,7 @@ def test_a_pretrained_model_is_the_one_its_recipe_says(base, cache):
     assert not list((cache / "pretrained" / ".runs" / "runs").iterdir()), "nothing of the run is left"
 
 
+@pytest.mark.slow
 def test_an_interrupted_one_goes_on_and_ends_as_if_it_had_not_been(base, cache, tmp_path):
     begun = subprocess.Popen(
         command(*PRETRAIN, "--out", str(tmp_path / "again")), stderr=subprocess.PIPE, env=environment(cache)

@@ -19,7 +19,8 @@ KINDS = {
     "powersgd": {"data_parallel": {"groups": 2, "exchange": "powersgd"}},
     "quantized-adam": {
         "data_parallel": {"groups": 2, "exchange": "quantized-adam", "bits": 4},
-        "compression": {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8", "warmup_epochs": 1},
+        "compression": {**DELTA, "warmup_epochs": 1},
+        "model": {"dropout": 0.1, "dropout_masks": "step"},
     },
     "resnet": {
         "model": {"name": "resnet", "preset": "narrow", "layers": None, "width": None, "heads": None},
@@ -47,7 +48,7 @@ def killed_at(step, launcher, rank=0):
     return progress
 
 
-SLOW = ("powersgd", "resnet")
+SLOW = ("delta", "powersgd", "resnet")
 
 
 @pytest.mark.parametrize(

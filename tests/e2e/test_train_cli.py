@@ -144,6 +144,7 @@ def test_a_cache_too_small_is_an_error_before_the_start(folder):
     assert not (folder / "none-here").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(folder, example, free_port):
     """Bit for bit: the parameters at the end are those of a run that was not cut short."""
     changes = {"--results": "cut", "--checkpoint-every": 2, "--limit": 20, "--num-iters": 10_000_000}

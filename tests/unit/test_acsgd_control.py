@@ -39,7 +39,7 @@ def ready(control, resumed_from=0):
     from thinpipe.harness import audit
 
     asked = audit.requested(control.spec)
-    effective = {**asked, "steps": 6, "data": {}, "resumed_from": resumed_from}
+    effective = {**asked, "spec": control.spec.canonical(), "steps": 6, "data": {}, "resumed_from": resumed_from}
     control.send({"type": "ready", "effective": effective})
 
 
@@ -90,7 +90,8 @@ def test_a_run_that_goes_on_shows_only_what_is_new(control):
 def test_a_setting_that_reads_back_otherwise_is_refused(control):
     from thinpipe.harness import audit
 
-    effective = {**audit.requested(control.spec), "steps": 6, "data": {}, "resumed_from": 0, "seed": 99}
+    asked = audit.requested(control.spec) | {"seed": 99}
+    effective = {**asked, "spec": control.spec.canonical(), "steps": 6, "data": {}, "resumed_from": 0}
     with pytest.raises(RunError, match="seed was to be 0, but is 99"):
         control.send({"type": "ready", "effective": effective})
 
