@@ -55,7 +55,7 @@ def source(control, address, port, count):
 
 
 def unacknowledged(connection):
-    """Segments on their way, and bytes not sent yet: with the receiver's window closed there may be none of the first."""
+    """Segments on their way, or bytes not sent yet: with the window closed there may be none of the first."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return struct.unpack_from("I", info, 24)[0] or struct.unpack_from("I", info, 144)[0]
 
