@@ -79,6 +79,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, kind):
             assert str(pair[0]) == str(pair[1])
 
 
+@pytest.mark.slow
 def test_a_run_begun_afresh_forgets_its_checkpoints(tmp_path):
     spec = small(checkpoint={"every": 5, "keep": True})
     with Session(calibrated=False) as session:

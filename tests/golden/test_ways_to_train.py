@@ -59,7 +59,7 @@ def test_recomputation_changes_no_number(trained, expected):
     assert trained.losses(small(train={"recompute": True})) == expected
 
 
-@pytest.mark.parametrize("schedule", ["zbv-zb", "interleaved-zb"])
+@pytest.mark.parametrize("schedule", ["zbv-zb", pytest.param("interleaved-zb", marks=pytest.mark.slow)])
 def test_a_backward_pass_in_two_parts_recomputes_twice(trained, schedule):
     pipeline = {"stages": 4, "stages_per_rank": 2, "schedule": schedule}
     once = trained.losses(small(model={"dropout": 0.2}))
