@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thinpipe.harness import regimes
+from thinpipe.harness.dotted import flat
 from thinpipe.harness.errors import RunError
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition, placement
@@ -91,18 +92,6 @@ def _differences(effective: Mapping[int, Mapping[str, Any]], rank: int) -> str:
     keys = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
     shown = [f"{key} {other.get(key, 'its default')!r} instead of {first.get(key, 'its default')!r}" for key in keys]
     return "; ".join(shown)
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables with dotted keys.
-
-    >>> flat({"train": {"lr": 0.1}, "seed": 1})
-    {'train.lr': 0.1, 'seed': 1}
-    """
-    found: dict[str, Any] = {}
-    for key, value in data.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def compare_digests(reports: Mapping[int, Mapping[str, Any]]) -> None:

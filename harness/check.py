@@ -8,6 +8,7 @@ from __future__ import annotations
 from thinpipe.harness import memory, plugins, steps, worker
 from thinpipe.harness.compression.kernels import cpu
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.models import _weights
 from thinpipe.harness.models import base as models
 from thinpipe.harness.pipeline import partition
 from thinpipe.harness.spec import RunSpec
@@ -17,6 +18,8 @@ def check(spec: RunSpec, *, available_bytes: int | None = None) -> None:
     """Raise UserError if model, partition, data, steps or memory cannot be had as asked."""
     shape = models.resolve(spec.model, spec.task)
     partition.split(shape, spec.pipeline.stages, spec.pipeline.cuts)
+    if spec.model.checkpoint is not None:
+        _weights.verify(models.checkpoint_folder(spec.model.checkpoint))
     data = worker.prepare(spec)
     num_samples = len(data.dataset.train)
     if spec.task.tokenizer is not None and data.dataset.vocab_size > shape.vocab_size:

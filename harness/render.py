@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.harness.dotted import flat
 from thinpipe.harness.metrics import SCORES
 from thinpipe.harness.progress import duration
-from thinpipe.harness.views import flat
 
 STATE_STYLES = {
     "done": "green",

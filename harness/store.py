@@ -125,6 +125,12 @@ def read_spec(run_dir: Path) -> RunSpec:
     return parse(data["spec"], where=str(path))
 
 
+def describe(spec: RunSpec, folder: Path) -> None:
+    """Write what the run in `folder` is asked to be: run.json."""
+    described = {"run_id": spec.run_id, "train_id": spec.train_id, "cell_id": spec.cell_id}
+    write_json(folder / "run.json", {**described, "plugins": spec.plugin_versions(), "spec": spec.canonical()})
+
+
 class Store:
     """The results folder `root`. Reading never creates anything."""
 
@@ -153,8 +159,7 @@ class Store:
                 path.unlink()
         with explain_disk_full(folder):
             self._make(folder)
-        described = {"run_id": spec.run_id, "train_id": spec.train_id, "cell_id": spec.cell_id}
-        write_json(folder / "run.json", {**described, "plugins": spec.plugin_versions(), "spec": spec.canonical()})
+        describe(spec, folder)
         return folder
 
     def _make(self, folder: Path) -> None:

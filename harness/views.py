@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.harness import memory, metrics
+from thinpipe.harness.dotted import flat
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.plan import Entry, Plan
 from thinpipe.harness.store import Store
@@ -269,18 +270,6 @@ def settings(requested: Mapping[str, Any], effective: Mapping[str, Mapping[str, 
             in_force = {"all": values[0]}
         rows.append({"setting": key, "requested": asked.get(key), "in_force": in_force})
     return rows
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested data by dotted key.
-
-    >>> flat({"a": {"b": 1}})
-    {'a.b': 1}
-    """
-    items: dict[str, Any] = {}
-    for key, value in data.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return items
 
 
 def tail(path: Path, lines: int = LOG_LINES) -> list[str]:

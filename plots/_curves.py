@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from thinpipe.plots import _select as select
 from thinpipe.plots import style
@@ -78,6 +79,21 @@ def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> lis
     ax.set_ylabel(YLABELS[kind])
     _limit(ax, runs, found)
     return counts
+
+
+def against_steps(
+    tables: select.Tables, part: str, runs: pd.DataFrame, kinds: Mapping[str, Curves], *, what: str, columns: str
+) -> Figure:
+    """A panel a kind of curve, over optimizer steps, with title, caption and legend. what: title's beginning."""
+    fig = style.new_figure(1, len(kinds))
+    counts = []
+    for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
+        counts += panel(ax, kind, "step", runs, found)
+        ax.set_xlabel("optimizer steps")
+    text = select.caption(tables, part, columns, counts, timing=False, points=POINTS)
+    text += remark(runs, kinds)
+    style.finish(fig, f"{what} against steps, part {part}", text, legend(runs))
+    return fig
 
 
 def _method(

@@ -7,7 +7,7 @@ import functools
 import pandas as pd
 from matplotlib.figure import Figure
 
-from thinpipe.plots import _curves, style
+from thinpipe.plots import _curves
 from thinpipe.plots import _select as select
 
 VERSION = 1
@@ -29,12 +29,4 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     kinds = {kind: found for kind, found in kinds.items() if found}
     if not kinds:
         raise select.nothing(tables, f"runs of part {part!r} that got as far as one step")
-    fig = style.new_figure(1, len(kinds))
-    counts = []
-    for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
-        counts += _curves.panel(ax, kind, "step", runs, found)
-        ax.set_xlabel("optimizer steps")
-    text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
-    text += _curves.remark(runs, kinds)
-    style.finish(fig, f"Loss against steps, part {part}", text, _curves.legend(runs))
-    return fig
+    return _curves.against_steps(tables, part, runs, kinds, what="Loss", columns=COLUMNS)

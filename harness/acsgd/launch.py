@@ -17,7 +17,7 @@ from thinpipe.harness.acsgd.notes import notes
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.launch.local import ENVIRONMENT
 from thinpipe.harness.spec import RunSpec
-from thinpipe.harness.store import CHECKPOINTS, Store, write_json
+from thinpipe.harness.store import CHECKPOINTS, Store, describe
 
 TRACES = Path("trace_json")
 # The user's own: a model or data set may come from a hub.
@@ -97,8 +97,7 @@ def begin(store: Store, spec: RunSpec, rank: int) -> Path:
     common = ("status.json", "manifest.json", "trace.json") if rank == 0 else ()
     for path in (*mine, *folder.glob(f"*.rank{rank}.parquet"), *(folder / name for name in common)):
         path.unlink(missing_ok=True)
-    described = {"run_id": spec.run_id, "train_id": spec.train_id, "cell_id": spec.cell_id}
-    write_json(folder / "run.json", {**described, "plugins": spec.plugin_versions(), "spec": spec.canonical()})
+    describe(spec, folder)
     return folder
 
 

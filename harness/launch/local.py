@@ -19,6 +19,8 @@ from thinpipe.netem.topology import Topology
 
 WORKER = "thinpipe.harness.worker:main"
 STARTED_LIMIT_S = 120.0
+# Reading and tokenising a large text, or compiling the kernels, the first time.
+PREPARED_LIMIT_S = 1800.0
 # One thread a rank, always: two lose several times their gain as soon as anything else runs on the machine.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -40,7 +42,6 @@ class LocalLauncher:
     def _start(self) -> None:
         mine, theirs = socket.socketpair()
         self._sock = mine
-        mine.settimeout(STARTED_LIMIT_S)
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "thinpipe.harness.launch._forkserver", str(theirs.fileno())],
@@ -52,7 +53,7 @@ class LocalLauncher:
 
     def check(self, spec: RunSpec) -> None:
         """Refuse a run that cannot work, and prepare what its ranks will share (data, compiled kernels)."""
-        self._ask({"check": spec.canonical()})
+        self._ask({"check": spec.canonical()}, PREPARED_LIMIT_S)
 
     def lab(self, topology: Topology) -> contextlib.AbstractContextManager[Lab]:
         """The hosts of one run, up and shaped."""
@@ -78,10 +79,11 @@ class LocalLauncher:
             self._server.wait(5.0)
         self._server = None
 
-    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, request: dict[str, Any], limit_s: float = STARTED_LIMIT_S) -> tuple[dict[str, Any], list[int]]:
         if self._server is None:
             self._start()
         data = json.dumps(request).encode()
+        self._sock.settimeout(limit_s)
         try:
             self._sock.sendall(len(data).to_bytes(8, "little") + data)
             head, fds, _, _ = socket.recv_fds(self._sock, 8, 1)
@@ -92,7 +94,7 @@ class LocalLauncher:
             # Its next answer might be to this question: a new server is started for the next one.
             late = isinstance(error, TimeoutError)
             self.close()
-            why = f"did not answer within {STARTED_LIMIT_S:.0f} s" if late else f"is gone: {error}"
+            why = f"did not answer within {limit_s:.0f} s" if late else f"is gone: {error}"
             raise RunError(f"the fork server {why}") from error
         reply = json.loads(body)
         if reply["error"] is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.models.base import WEIGHTS, weight_map
+from thinpipe.harness.models.base import WEIGHTS, checkpoint_files, weight_map
 from thinpipe.harness.partitioned import own_map
 
 # The format's own limit; a longer header is a damaged length.
@@ -94,6 +94,14 @@ class Header:
         if stop - start != math.prod(shape) * dtype.itemsize or self.data + stop > self.size:
             raise UserError(f"{what} cannot be read: it does not lie in the file as the header says. {AGAIN}")
         return Entry(self.path, name, dtype, shape, self.data + start)
+
+
+def verify(directory: Path) -> None:
+    """Raise UserError where a file of a checkpoint is cut off or damaged, from the headers alone."""
+    for path in checkpoint_files(directory):
+        header = Header.read(path)
+        for name in header.tensors:
+            header.entry(name)
 
 
 def load(

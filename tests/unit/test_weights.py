@@ -260,3 +260,18 @@ def test_what_was_written_elsewhere_is_read_here(tmp_path):
     _weights.load(module, tmp_path, same)
     for name, value in load_file(path).items():
         assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_a_file_that_is_cut_off_is_found_from_its_header_alone(tmp_path):
+    from safetensors.torch import save_file
+
+    from thinpipe.harness.models._weights import verify
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(64), "b": torch.ones(3, 5)}, path)
+    verify(tmp_path)
+    whole = path.read_bytes()
+    for rest in (whole[:-1], whole[:40], b"", b"not a tensor file at all"):
+        path.write_bytes(rest)
+        with pytest.raises(UserError, match=r"model\.safetensors"):
+            verify(tmp_path)
