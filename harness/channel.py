@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from thinpipe.harness import frame
-from thinpipe.harness.compression.base import Compressor, Context, Direction, Memory
+from thinpipe.harness.compression.base import Compressor, Context, Direction, Memory, Stateful
 from thinpipe.harness.errors import CodecError, DivergedError, FrameError, PeerError
 from thinpipe.harness.recorder import Recorder, now
 
@@ -88,11 +88,24 @@ class Channel:
         self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(microbatches)]
         self._views = [buffer.numpy().data for buffer in self._buffers]
         self._decoded = [] if sends else [torch.zeros(shape) for _ in range(microbatches)]
+        self._forward: Channel | None = None
         self._works: list[Any] = []
         # A tag a micro-batch: some schedules send them in another order than they were numbered in.
         self._tag = (2 * boundary + (direction == "backward")) * microbatches
         self.offset = 0  # number of the first micro-batch in what is recorded: a step may be several passes
         self.messages = self.bytes = 0  # of the whole run, evaluation included: held against the kernel's counters
+
+    @property
+    def uses_peer(self) -> bool:
+        """Whether any of its compressors codes gradients by the help of the forward tensor."""
+        return any(compressor.uses_peer for compressor in self.compressors.values())
+
+    def take_peer_from(self, forward: Channel) -> None:
+        """`forward` is this boundary's other direction, on the same rank: what it decoded, or, where it sends, what
+        the other end decodes, is this one's Context.peer, micro-batch by micro-batch."""
+        self._forward = forward
+        if forward.sends and not forward._decoded:
+            forward._decoded = [torch.zeros(self.shape) for _ in forward._buffers]
 
     def begin_step(
         self, step: int, ids: Sequence[tuple[int, ...]], *, training: bool, use: str, watch: Sequence[str] = ()
@@ -106,6 +119,8 @@ class Channel:
         self._watch = [c for text in watch if isinstance(c := self.compressors[text], Memory)] if training else []
         self.traffic = Traffic(use)
         self._received = 0
+        if training and isinstance(self._active, Memory):
+            self._active.prefetch([self._context(i) for i in range(len(ids))])
         every = self.policy.sample_every
         self._sampled = training and every > 0 and step % every == 0
         if not self.sends:
@@ -121,10 +136,18 @@ class Channel:
         digest = self._digest(i)
         active.diagnose = self._sampled and i == 0
         with self._naming(i):
-            n = active.encode(x, ctx, self._buffers[i][frame.HEADER_BYTES :])
+            body = self._buffers[i][frame.HEADER_BYTES :]
+            # What the other end will hold is worked out only for those who ask: gradients' codecs, watching memories.
+            decoded = self._decoded[i] if self._decoded else torch.empty(self.shape) if self._watch else None
+            if decoded is not None and self._training:
+                n = active.encode_decoded(x, ctx, body, decoded)
+                for memory in self._watch:
+                    memory.observe(decoded, ctx)
+            else:
+                n = active.encode(x, ctx, body)
             total = frame.seal(self._views[i], self._header(i, digest), n)
-            if self._watch or active.diagnose:
-                self._after_encode(i, x, ctx, n)
+            if active.diagnose:
+                self.traffic.samples = {"mean_abs": float(x.abs().mean()), **active.diagnostics}
         end = now()
         self._works.append(
             dist.isend(self._buffers[i][:total], group=self.group, tag=self._tag + i, group_dst=self.peer)
@@ -169,23 +192,12 @@ class Channel:
         return self.traffic
 
     def digests(self) -> dict[str, str]:
-        """Digest of each shared memory this end holds, by channel and text."""
+        """Digest of each shared state this end holds, by channel and text."""
         return {
             f"{self.direction}/{self.boundary} {text}": f"{compressor.digest():016x}"
             for text, compressor in self.compressors.items()
-            if isinstance(compressor, Memory) and compressor.state == "shared"
+            if isinstance(compressor, Stateful) and compressor.state == "shared"
         }
-
-    def _after_encode(self, i: int, x: torch.Tensor, ctx: Context, n: int) -> None:
-        """Off the path of ordinary steps: memories that only watch, and the sampled error."""
-        decoded = x.detach()
-        if self._active.state == "none":
-            payload = self._buffers[i][frame.HEADER_BYTES : frame.HEADER_BYTES + n]
-            decoded = self._active.decode(payload, ctx, torch.empty(self.shape))
-        for memory in self._watch:
-            memory.observe(decoded, ctx)
-        if self._active.diagnose:
-            self.traffic.samples = {"mean_abs": float(x.abs().mean()), **self._active.diagnostics}
 
     def _context(self, i: int) -> Context:
         return Context(
@@ -197,6 +209,7 @@ class Channel:
             sample_ids=self._ids[i],
             training=self._training,
             seed=self.seed,
+            peer=self._forward._decoded[i] if self._forward and self._active.uses_peer else None,
         )
 
     def _header(self, i: int, digest: int | None) -> frame.Header:
@@ -216,7 +229,7 @@ class Channel:
     def _digest(self, i: int) -> int | None:
         """The shared memory's digest before message `i` where this step compares it; equal at both ends by then."""
         due = i == 0 and self._training and self._step % self.policy.digest_every == 0
-        if due and isinstance(self._active, Memory) and self._active.state == "shared":
+        if due and isinstance(self._active, Stateful) and self._active.state == "shared":
             return self._active.digest()
         return None
 

@@ -248,8 +248,10 @@ def _buffers(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], own: 
     for stage in own:
         for boundary in {stage - 1, stage} & set(between):
             tensor = FLOAT * spec.microbatch_size * math.prod(shape.boundaries[parts[boundary].blocks[-1]])
-            # A frame each way, one of them decoded.
-            total += spec.pipeline.microbatches * (2 * (tensor + HEADER) + tensor)
+            rules = [rule for rule in spec.compression.rules("backward") if rule.boundary in (None, boundary)]
+            # A frame each way, one of them decoded; the sender decodes its own where gradients are coded by its help.
+            decoded = 1 + (boundary == stage and any("peer" in grammar.uses(rule.use) for rule in rules))
+            total += spec.pipeline.microbatches * (2 * (tensor + HEADER) + decoded * tensor)
     return total
 
 

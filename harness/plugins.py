@@ -1,12 +1,12 @@
 """Plug-ins are found, never imported, until one is used.
 
-A plug-in is one file; its name is the file's stem. `VERSION` (int), `SUMMARY` (str), `SOURCE` (str) and
+A plug-in is one file; its name is the file's stem (with hyphens, for compressors). `VERSION` (int), `SUMMARY` (str), `SOURCE` (str) and
 `PARAMETERS` (dict; what is in it, each kind says) are literals at the top of the module, read from its syntax tree,
 so that listing and planning cost no import of torch. Third parties register modules under the entry-point
 groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`, `thinpipe.figures`.
 
->>> sorted(find("codecs"))[:2]
-['bf16', 'fixpoint']
+>>> find("codecs")["fixpoint"].version
+1
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -34,7 +34,11 @@ FOLDERS = {
 }
 # Every file of a plug-in folder is a plug-in, save these and those that begin with `_`, which plug-ins share.
 NOT_PLUGINS = {"__init__", "style", "base"}
+# In these kinds an underscore of the file's name is a hyphen of the plug-in's.
+HYPHENATED = {"codecs", "memories"}
 LITERALS = {"VERSION": int, "SUMMARY": str, "SOURCE": str, "PARAMETERS": dict}
+# What some kinds may say besides (compression/__init__.py).
+OPTIONAL = {"FORMULA": str, "UNBIASED": str, "STATE": str}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -51,6 +55,7 @@ class Plugin:
     source: str
     parameters: Mapping[str, Any]
     source_hash: str
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -76,7 +81,8 @@ def _find(kind: str) -> Mapping[str, Plugin]:
     found: dict[str, Plugin] = {}
     for path in sorted((ROOT / folder).glob("*.py")):
         if path.stem not in NOT_PLUGINS and not path.stem.startswith("_"):
-            found[path.stem] = read(kind, path.stem, f"{package}.{path.stem}", path)
+            name = path.stem.replace("_", "-") if kind in HYPHENATED else path.stem
+            found[name] = read(kind, name, f"{package}.{path.stem}", path)
     for entry in importlib.metadata.entry_points(group=f"thinpipe.{kind}"):
         if entry.name in found:
             raise UserError(
@@ -114,15 +120,16 @@ def read(kind: str, name: str, module: str, path: Path) -> Plugin:
             target, value = node.targets[0].id, node.value
         else:
             continue
-        if target in LITERALS:
+        if target in LITERALS or target in OPTIONAL:
             values[target] = _literal(path, target, value)
     missing = sorted(set(LITERALS) - set(values))
     if missing:
         raise UserError(f"{path.name} is no {kind.rstrip('s')} plug-in: it lacks the literal(s) {', '.join(missing)}.")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Plugin(
-        kind, name, module, path, values["VERSION"], values["SUMMARY"], values["SOURCE"], values["PARAMETERS"], digest
-    )
+        kind, name, module, path, values["VERSION"], values["SUMMARY"], values["SOURCE"], values["PARAMETERS"], digest,
+        MappingProxyType({key: values[key] for key in OPTIONAL if key in values}),
+    )  # fmt: skip
 
 
 def _literal(path: Path, target: str, node: ast.expr) -> Any:
@@ -130,6 +137,7 @@ def _literal(path: Path, target: str, node: ast.expr) -> Any:
         value = ast.literal_eval(node)
     except ValueError:
         raise UserError(f"{path.name}: {target} must be a literal, it is read without importing the file.") from None
-    if not isinstance(value, LITERALS[target]):
-        raise UserError(f"{path.name}: {target} must be a {LITERALS[target].__name__}, not {type(value).__name__}.")
+    wanted = (LITERALS | OPTIONAL)[target]
+    if not isinstance(value, wanted):
+        raise UserError(f"{path.name}: {target} must be a {wanted.__name__}, not {type(value).__name__}.")
     return value

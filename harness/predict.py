@@ -132,6 +132,6 @@ def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
 
 def _bits(spec: RunSpec, direction: Direction, epoch: int, first_visit: bool) -> float:
     """Bits an element of the widest boundary; first_visit: of samples that no memory has seen before."""
-    measure = grammar.first_visit_bits if first_visit else grammar.bits
+    measure = grammar.first_visit_bits if first_visit else grammar.estimate
     texts = (spec.compression.compressor(direction, k, epoch) for k in range(max(1, spec.pipeline.stages - 1)))
-    return max(measure(text) or FULL_BITS for text in texts)
+    return max(measure(text) for text in texts)

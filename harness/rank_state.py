@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from thinpipe.harness import manifest, state
-from thinpipe.harness.compression.base import Memory
+from thinpipe.harness.compression.base import Stateful
 from thinpipe.harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def _inputs(rank: Rank) -> dict[str, Any]:
     return {"data": json.loads(json.dumps(rank.data.dataset.provenance)), "plug-in sources": sources}
 
 
-def _memories(rank: Rank) -> Iterator[tuple[str, Memory]]:
-    """Every memory of a rank, by channel end and text."""
+def _memories(rank: Rank) -> Iterator[tuple[str, Stateful]]:
+    """Every memory of a rank, and codec that keeps something, by channel end and text."""
     for channel in rank.channels:
         for text, compressor in channel.compressors.items():
-            if isinstance(compressor, Memory):
+            if isinstance(compressor, Stateful):
                 side = "out" if channel.sends else "in"
                 yield f"{channel.direction}/{channel.boundary}/{side} {text}", compressor

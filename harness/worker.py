@@ -248,7 +248,7 @@ class Rank:
                 peer=peer,
                 group=self.links.frames if self.links else None,
                 compressors={
-                    text: grammar.build(text, self.num_samples)
+                    text: grammar.build(text, self.num_samples, self.run_dir)
                     for text in regimes.texts(self.spec, direction, boundary)
                 },
                 shape=(self.spec.microbatch_size, *self.shape.boundaries[parts[boundary].blocks[-1]]),

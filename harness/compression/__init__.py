@@ -2,9 +2,10 @@
 
     grammar.py   text -> compressor; checks, canonical form and plug-in names without importing torch
     base.py      the contracts
-    codecs/      one file each, no state          memories/  one file each, wrap a codec
+    codecs/      one file each                    memories/  one file each, wrap a codec
     rows.py      per-sample storage that memories share; halves.py, tensors.py: what codecs share
-    kernels/     reference.py is the definition in plain torch; cpu.py gives the same bytes, fused
+    formula.py   arithmetic in plug-ins' literals
+    kernels/     reference.py is the definition in plain torch; cpu.py gives the same bytes, fused; cuda.py on a GPU
 
 A plug-in is one file. Its class is the one subclass of `Codec` (or `Memory`) that the module defines, and its
 literals say everything the grammar needs, so nothing is registered and nothing imported to check a text:
@@ -13,6 +14,16 @@ literals say everything the grammar needs, so nothing is registered and nothing 
     SUMMARY = "..."  SOURCE = "..."   one line each, shown in listings
     PARAMETERS = {name: entry, ...}   in the order shown; the constructor takes each as a keyword argument
     CONTRACT = {text: {...}, ...}     texts the contract suite runs its battery on, and what it may expect
+
+Three more are optional, expressions being those of formula.py over the parameters' names (a nested codec counts as
+its own bits an element):
+
+    FORMULA = "bits + 16 / block"     bits an element of a large message, side information included, where that is
+                                      not simply `bits`; an estimate where the length depends on the data
+    UNBIASED = "rounding == 'stochastic'"   whether the mean of its draws is the input; not given: it is not
+    STATE = "shared"                  what it keeps between messages (base.Compressor.state); not given: nothing
+
+A file whose name has an underscore is a compressor with a hyphen (ef_mixed.py is `ef-mixed`).
 
 An entry of PARAMETERS is a dict:
 
@@ -25,14 +36,29 @@ An entry of PARAMETERS is a dict:
     aliases  {word: word}, other spellings of a choice, never in a canonical text
     pins     {word: [option, ...]}: that choice settles those options, so they cannot be written beside it
     needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
+    uses     {word: [what, ...]}: that choice asks something of where the compressor stands: "peer": it reads the
+             forward tensor, so it is for gradients only; "relu": the boundary must carry a ReLU's output
 
-The parameter called `bits` (argument or fixed) is what `grammar.bits` reports as configured; a memory reports
-that of its item. A memory that sends samples it has not met by another codec has that as its parameter `first`
+The parameter called `bits` (argument or fixed; None: there is no such number) is what `grammar.bits` reports as
+configured; a memory and a codec that wraps a codec report that of their item, a memory times its fixed parameter
+`messages`, if it has one. A memory that sends samples it has not met by another codec has that as its parameter `first`
 (`grammar.first_visit_bits`: predictions). A default is part of the meaning its plug-in's VERSION stands for.
 
-An entry of CONTRACT bounds the error of one message: |decoded - x| <= relative |x| + absolute max|x| + floor.
-`largest` says that a value above it is a CodecError, `unbiased` that the mean over keys is x wherever nothing
-clips. A memory's bounds hold for a first visit; on later ones |decoded - x| <= change x max|x - m|.
+An entry of CONTRACT bounds the error of one message. What is not given is 0:
+
+    relative, absolute, floor   each element: |decoded - x| <= relative |x| + absolute max|x| + floor
+    norm                        instead of these: ||decoded - x|| <= norm ||x|| + floor in the 2-norm, for codecs that
+                                are projections (topk, lowrank): norm <= 1
+    largest                     a finite value above it is a CodecError
+    unbiased                    the mean over keys is x wherever nothing clips; the text's bytes depend on the message
+    keyed                       bytes depend on the message (Context.key) though nothing says "stochastic"
+    entropy                     coded: the length is within 3 % of the entropy of what is coded and side information
+                                (the class has `ideal_bytes(x, ctx)`, that sum for a tensor)
+    change                      a memory's: its bounds above hold for a first visit, on later ones of a sample
+                                |decoded - x| <= change x max|x - m|
+
+A text whose `uses` has "peer" is given, as Context.peer, a tensor with about half of its elements zero; bounds then
+hold where the peer is not zero, and what is decoded is zero elsewhere.
 
 What tests/contract/test_codecs.py asks of a codec, besides those bounds (codecs/none.py keeps all of it in 50 lines;
 tensors.py has the helpers named here):
@@ -42,7 +68,8 @@ tensors.py has the helpers named here):
     output      encode writes its payload and not a byte beside it, no more than `max_bytes`, exactly `num_bytes` where
                 that is not None; decode returns the very `out` it was given
     repeatable  the same message (Context) gives the same bytes from any instance, with diagnose or without; only a text
-                with "stochastic" in it may, and then must, give other bytes for another message
+                with "stochastic" in it, or `keyed`, may, and then must, give other bytes for another message. (A
+                stateful codec: from any instance that has met the same messages.)
     bits        where `grammar.bits` is not None, a large message takes that many bits an element, within 0.04
     diverged    NaN or infinity in the input: DivergedError, "non-finite" in its text (`raise_if_diverged`)
     overflow    a finite value above `largest`: CodecError in encode, "made a non-finite value from a finite one" in its

@@ -2,9 +2,10 @@
 
     x ──encode(x, ctx, out)──▶ out[:n] ──wire──▶ decode(payload, ctx, out) ──▶ tensor of ctx.shape
 
-Both ends hold an instance of the same compressor, made from the same text (grammar.py). A codec has no state
-between messages. A memory wraps a codec and keeps state between visits: `shared` (both ends hold the same and
-update it from decoded values only) or `sender` (the receiver holds nothing).
+Both ends hold an instance of the same compressor, made from the same text (grammar.py). Most codecs have no state
+between messages; one that has (a fitted codebook) is `Stateful`. A memory wraps a codec and keeps state between
+visits: `shared` (both ends hold the same and update it from decoded values only) or `sender` (the receiver holds
+nothing).
 
 Buffers are given by the caller, so that nothing is allocated on the path of a step: `encode` writes into the
 first bytes of a uint8 tensor of at least `max_bytes(shape)` and says how many it wrote; `decode` fills a float32
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +32,8 @@ class Context:
 
     shape: of the tensor, first axis = sample; dtype: of the tensor handed to encode and back from decode;
     sample_ids: one int per row of the first axis, the row's identity in the data set (() = unknown: a memory keyed
-    by sample refuses); seed: of the run; peer: this micro-batch's decoded forward tensor, where it exists.
+    by sample refuses); seed: of the run; peer: what this micro-batch's forward message was decoded to, float32 of the
+    same shape and equal at both ends; given to backward compressors whose `uses_peer` is set, else None.
     """
 
     shape: tuple[int, ...]
@@ -52,8 +55,9 @@ class Context:
 
     def rows(self, index: list[int]) -> Context:
         """The context of some rows of this message: a memory splits seen from unseen samples."""
-        ids = tuple(self.sample_ids[i] for i in index)
-        return replace(self, shape=(len(index), *self.shape[1:]), sample_ids=ids, peer=None)
+        ids = tuple(self.sample_ids[i] for i in index) if self.sample_ids else ()
+        peer = None if self.peer is None else self.peer[index]
+        return replace(self, shape=(len(index), *self.shape[1:]), sample_ids=ids, peer=peer)
 
 
 class Compressor(ABC):
@@ -67,6 +71,8 @@ class Compressor(ABC):
     #: over rows seen before). Costs time; off otherwise.
     diagnose: bool = False
     diagnostics: dict[str, float]
+    #: Whether it reads Context.peer. A wrapper has it of what it wraps.
+    uses_peer: bool = False
 
     @abstractmethod
     def encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor) -> int:
@@ -82,6 +88,15 @@ class Compressor(ABC):
         Raises CodecError when the payload cannot be one of this compressor's: never reads out of bounds.
         """
 
+    def encode_decoded(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor) -> int:
+        """`encode`, and fill `decoded` (float32, ctx.shape) with what the other end will make of the payload.
+
+        Bytes and state are those of `encode`. A memory overrides it: its `decode` would move its state twice.
+        """
+        total = self.encode(x, ctx, out)
+        self.decode(out[:total], ctx, decoded)
+        return total
+
     @abstractmethod
     def max_bytes(self, shape: tuple[int, ...]) -> int:
         """The most bytes `encode` may write for a tensor of `shape`, whatever it holds."""
@@ -92,21 +107,16 @@ class Compressor(ABC):
 
 
 class Codec(Compressor):
-    """A stateless compressor. Subclasses take their argument and options as keyword arguments."""
+    """A compressor of single messages. Subclasses take their argument and options as keyword arguments.
+
+    One that keeps something between messages is `Stateful` too, with state = "shared". It takes no part in
+    evaluation: messages of ctx.training False neither use nor change what is kept. Decoding one's own payload
+    right after `encode` changes nothing, since memories and diagnosis do that.
+    """
 
 
-class Memory(Compressor):
-    """A compressor that keeps state between messages, around an inner codec."""
-
-    codec: Compressor
-
-    @abstractmethod
-    def observe(self, decoded: torch.Tensor, ctx: Context) -> None:
-        """Take note of a message that crossed by another compressor (warm-up): `decoded` is what both ends hold."""
-
-    @abstractmethod
-    def state_bytes(self, num_samples: int, shape: tuple[int, ...]) -> int:
-        """Bytes one end will hold for `num_samples` samples in messages of `shape`; checked before a run starts."""
+class Stateful(ABC):
+    """What has to be saved with a checkpoint."""
 
     @abstractmethod
     def digest(self) -> int:
@@ -119,3 +129,21 @@ class Memory(Compressor):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
+
+
+class Memory(Compressor, Stateful):
+    """A compressor that keeps state between messages, around an inner codec (whose state, if any, it saves too)."""
+
+    codec: Any
+
+    @abstractmethod
+    def observe(self, decoded: torch.Tensor, ctx: Context) -> None:
+        """Take note of a message that crossed by another compressor (warm-up): `decoded` is what both ends hold."""
+
+    @abstractmethod
+    def state_bytes(self, num_samples: int, shape: tuple[int, ...], microbatches: int = 1) -> int:
+        """Bytes one end will hold in RAM for `num_samples` samples in messages of `shape`, `microbatches` of them a
+        step; checked before a run starts."""
+
+    def prefetch(self, contexts: Sequence[Context]) -> None:
+        """These messages come next, in this order: rows that lie on disk may be read ahead. Nothing by default."""

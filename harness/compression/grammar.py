@@ -9,6 +9,8 @@ and brought to one canonical form while planning, without importing torch.
 4.0
 >>> inner("delta(fixpoint:4)")
 'fixpoint:4'
+>>> estimate("delta(fixpoint:4)"), uses("fixpoint:4")
+(4.0, frozenset())
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thinpipe.harness import plugins
+from thinpipe.harness.compression import formula
 from thinpipe.harness.errors import UserError, near_miss
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from thinpipe.harness.compression.base import Compressor
 
 _WORD = re.compile(r"[^\s(),:=]+")
@@ -77,20 +82,44 @@ def plugins_used(text: str) -> set[str]:
 
 
 def bits(text: str) -> float | None:
-    """Bits an element as configured (of the codec inside any memory); None where the codec has no such number."""
-    values = _codec(_resolve(text)).values
-    return float(values["bits"]) if "bits" in values else None
+    """Bits an element as configured (of the codec inside any memory or wrapper); None where it has no such number."""
+    return _bits(_resolve(text))
 
 
-def first_visit_bits(text: str) -> float | None:
-    """Bits an element of samples not met before: of the codec in a memory's parameter `first`, else as `bits`.
+def estimate(text: str) -> float:
+    """Bits an element to be expected of a large message, side information included: the plug-in's FORMULA, else its
+    bits; an estimate where the length depends on the data. Headers and first visits are not in it."""
+    return _estimate(_resolve(text))
+
+
+def is_unbiased(text: str) -> bool:
+    """Whether the mean of what is decoded, over the codec's own draws, is what was encoded. False for memories."""
+    node = _resolve(text)
+    return bool(formula.evaluate(node.plugin.extra.get("UNBIASED", "1 == 0"), _names(node)))
+
+
+def state(text: str) -> str:
+    """What the compressor keeps between messages: none, shared or sender (base.Compressor.state)."""
+    own = _resolve(text)
+    inside = _codec(own)
+    return own.plugin.extra.get("STATE") or inside.plugin.extra.get("STATE", "none")
+
+
+def uses(text: str) -> frozenset[str]:
+    """What it asks of where it stands, from its parameters' `uses`: "peer": it codes gradients by the help of the
+    forward tensor; "relu": and is exact only where the boundary carries a ReLU's output."""
+    return frozenset(_uses(_resolve(text)))
+
+
+def first_visit_bits(text: str) -> float:
+    """As `estimate`, of samples not met before: of the codec in a memory's parameter `first`, where it has one.
 
     >>> first_visit_bits("delta(fixpoint:4)"), first_visit_bits("fixpoint:4")
     (32.0, 4.0)
     """
     found = _resolve(text)
     first = found.values.get("first") if found.plugin.kind == "memories" else None
-    return bits(_write(first)) if isinstance(first, _Compressor) else bits(text)
+    return _estimate(first) if isinstance(first, _Compressor) else _estimate(found)
 
 
 def inner(text: str) -> str:
@@ -98,9 +127,10 @@ def inner(text: str) -> str:
     return _write(_codec(_resolve(text)))
 
 
-def build(text: str, capacity: int | None = None) -> Compressor:
-    """Import and make the compressor. capacity: samples a memory will meet (its rows are then allocated once)."""
-    return _make(_resolve(text), capacity)
+def build(text: str, capacity: int | None = None, folder: Path | None = None) -> Compressor:
+    """Import and make the compressor. capacity: samples a memory will meet (its rows are then allocated once);
+    folder: where a memory with store=disk keeps its rows, None = a temporary one of its own."""
+    return _make(_resolve(text), {"capacity": capacity, "folder": folder})
 
 
 class _Parser:
@@ -236,10 +266,11 @@ def _argument(text: str, node: Node, name: str, entry: Mapping[str, Any]) -> Any
 
 def _item(text: str, node: Node, entry: Mapping[str, Any], items: list[Node]) -> _Compressor:
     if not items:
+        what = "memory" if node.name in plugins.find("memories") else "wrapper"
         raise _error(
             text,
             node.position,
-            f"{node.name!r} is a memory and needs a codec inside, e.g. {node.name}(fixpoint:4)",
+            f"{node.name!r} is a {what} and needs a codec inside, e.g. {node.name}(fixpoint:4)",
         )
     return _compressor(text, items.pop(0), ("codecs",))
 
@@ -248,7 +279,7 @@ def _surplus(plugin: plugins.Plugin, item: Node) -> str:
     wanted = [n for n, e in plugin.parameters.items() if item.name in e.get("choices", ())]
     if wanted:
         return f"{item.name!r} must be written as {wanted[0]}={item.name}"
-    if plugin.kind == "codecs":
+    if not any(e.get("place") == "item" for e in plugin.parameters.values()):
         memories = ", ".join(sorted(plugins.find("memories")))
         return f"{plugin.name!r} is a codec and wraps nothing; only a memory ({memories}) takes {item.name!r} inside"
     return f"{plugin.name} wraps one codec, {item.name!r} is one too many"
@@ -338,6 +369,40 @@ def _named(node: _Compressor) -> set[str]:
     return names
 
 
+def _bits(node: _Compressor) -> float | None:
+    if node.plugin.kind == "memories":
+        found = _bits(_codec(node))
+        return None if found is None else found * node.values.get("messages", 1)
+    if "bits" in node.values:
+        return None if node.values["bits"] is None else float(node.values["bits"])
+    wrapped = [node.values[name] for name, entry in node.plugin.parameters.items() if entry.get("place") == "item"]
+    return _bits(wrapped[0]) if wrapped else None
+
+
+def _estimate(node: _Compressor) -> float:
+    if "FORMULA" in node.plugin.extra:
+        return float(formula.evaluate(node.plugin.extra["FORMULA"], _names(node)))
+    found = _bits(node)
+    if found is None or node.plugin.kind == "memories":
+        return _estimate(_codec(node)) if _codec(node) is not node else 32.0
+    return found
+
+
+def _names(node: _Compressor) -> dict[str, Any]:
+    """The parameters by name, for a formula: a nested compressor stands for its own estimate."""
+    return {name: _estimate(v) if isinstance(v, _Compressor) else v for name, v in node.values.items()}
+
+
+def _uses(node: _Compressor) -> set[str]:
+    found: set[str] = set()
+    for name, value in node.values.items():
+        if isinstance(value, _Compressor):
+            found |= _uses(value)
+        elif isinstance(value, str):
+            found |= set(node.plugin.parameters[name].get("uses", {}).get(value, ()))
+    return found
+
+
 def _codec(node: _Compressor) -> _Compressor:
     for name, entry in node.plugin.parameters.items():
         if node.plugin.kind == "memories" and entry.get("place") == "item":
@@ -345,14 +410,14 @@ def _codec(node: _Compressor) -> _Compressor:
     return node
 
 
-def _make(node: _Compressor, capacity: int | None) -> Compressor:
+def _make(node: _Compressor, given: Mapping[str, Any]) -> Compressor:
     module = node.plugin.load()
     arguments: dict[str, Any] = {}
     for name, value in node.values.items():
         if node.plugin.parameters[name].get("place") != "fixed":
-            arguments[name] = _make(value, None) if isinstance(value, _Compressor) else value
+            arguments[name] = _make(value, {}) if isinstance(value, _Compressor) else value
     if node.plugin.kind == "memories":
-        arguments["capacity"] = capacity
+        arguments |= {name: value for name, value in given.items() if value is not None}
     compressor = _class_of(module, node.plugin.kind)(**arguments)
     compressor.name = _write(node)
     return compressor

@@ -14,7 +14,7 @@ import torch
 
 from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
-from thinpipe.harness.compression.base import Codec, Compressor, Context
+from thinpipe.harness.compression.base import Codec, Compressor, Context, Stateful
 from thinpipe.harness.compression.kernels.layout import layout
 from thinpipe.harness.errors import CodecError, DivergedError
 
@@ -24,6 +24,26 @@ CASES: dict[str, dict[str, Any]] = {
 SHAPES = [(0, 4, 8), (2, 0, 3), (1,), (5,), (1, 1, 1), (3, 7), (2, 5, 9), (4, 16, 32), (2, 3, 5, 7), (2, 1, 2053)]
 GUARD = 0xA5
 every_text = pytest.mark.parametrize("text", CASES)
+
+
+stateless = pytest.mark.parametrize("text", [text for text in CASES if grammar.state(text) == "none"])
+
+
+def peer_of(text: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A forward tensor of which about half is zero, for codecs that ask for it."""
+    if "peer" not in grammar.uses(text):
+        return None
+    return torch.randn(shape, generator=torch.Generator().manual_seed(99)).relu()
+
+
+def context(text: str, shape: tuple[int, ...], **kept: Any) -> Context:
+    return Context(shape, peer=peer_of(text, shape), **kept)
+
+
+def seen(text: str, x: torch.Tensor) -> torch.Tensor:
+    """`x` as far as the codec is to send it: zero where its peer is."""
+    peer = peer_of(text, tuple(x.shape))
+    return x if peer is None else torch.where(peer != 0, x.float(), 0.0)
 
 
 def make(text: str, diagnose: bool = False) -> Compressor:
@@ -41,7 +61,8 @@ def encode(codec: Compressor, x: torch.Tensor, ctx: Context | None = None) -> to
     shape = tuple(x.shape)
     most, exact = codec.max_bytes(shape), codec.num_bytes(shape)
     buffer = torch.full((most + 37,), GUARD, dtype=torch.uint8)
-    n = codec.encode(x, ctx or Context(shape, x.dtype), buffer[5 : 5 + most])
+    ctx = ctx or context(codec.name, shape, dtype=x.dtype)
+    n = codec.encode(x, ctx, buffer[5 : 5 + most])
     assert isinstance(n, int), "encode returns the number of bytes it wrote"
     assert 0 <= n <= most, f"encode wrote {n} B for {shape}, but max_bytes says at most {most}"
     assert exact is None or n == exact, f"encode wrote {n} B for {shape}, but num_bytes says {exact}"
@@ -55,7 +76,8 @@ def decode(
     count = math.prod(shape)
     buffer = torch.full((count + 16,), 123.0)
     out = buffer[8 : 8 + count].view(shape)
-    assert codec.decode(payload, ctx or Context(shape), out) is out, "decode fills the tensor it is given, returns it"
+    ctx = ctx or context(codec.name, shape)
+    assert codec.decode(payload, ctx, out) is out, "decode fills the tensor it is given, returns it"
     assert bool((buffer[:8] == 123.0).all() and (buffer[8 + count :] == 123.0).all()), "wrote outside its tensor"
     return out
 
@@ -65,14 +87,24 @@ def round_trip(text: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_within(text: str, x: torch.Tensor, decoded: torch.Tensor) -> None:
-    """|decoded - x| <= relative |x| + absolute max|x| + floor; 1e-35: what may count as zero."""
+    """The bounds of CONTRACT (harness/compression/__init__.py); 1e-35: what may count as zero."""
     case = CASES[text]
     assert bool(torch.isfinite(decoded).all()), f"{text}: decoded a non-finite value from a finite one"
-    if x.numel():
-        x = x.double()
-        allowed = case["relative"] * x.abs() + case["absolute"] * x.abs().max() + case.get("floor", 1e-35)
-        worst = ((decoded.double() - x).abs() - allowed).max().item()
-        assert worst <= 0, f"{text}: off by {worst:g} more than its contract says"
+    if not x.numel():
+        return
+    kept = seen(text, x).double()
+    assert not bool(decoded[kept == 0].any()) or peer_of(text, tuple(x.shape)) is None, (
+        f"{text}: what is decoded must be zero where the forward tensor is"
+    )
+    error, floor = (decoded.double() - kept).abs(), case.get("floor", 1e-35)
+    if "norm" in case:
+        assert 0 <= case["norm"] <= 1, "a projection does not make the tensor longer"
+        over = error.norm() / math.sqrt(x.numel()) - case["norm"] * kept.norm() / math.sqrt(x.numel()) - floor
+        assert over <= 1e-6 * kept.abs().max(), f"{text}: the error's norm is {over:g} more than its contract says"
+        return
+    allowed = case.get("relative", 0.0) * kept.abs() + case.get("absolute", 0.0) * x.double().abs().max() + floor
+    worst = (error - allowed).max().item()
+    assert worst <= 0, f"{text}: off by {worst:g} more than its contract says"
 
 
 def test_the_suite_covers_every_codec() -> None:
@@ -80,7 +112,9 @@ def test_the_suite_covers_every_codec() -> None:
     assert covered == set(plugins.find("codecs")), "each codec names at least one text of its own in CONTRACT"
     for text in CASES:
         assert isinstance(make(text), Codec), f"{text}: the class is a subclass of base.Codec"
-        assert make(text).state == "none", f"{text}: a codec keeps nothing between messages; a memory may"
+        assert make(text).state == grammar.state(text) in ("none", "shared"), f"{text}: STATE is what the class says"
+        assert isinstance(make(text), Stateful) == (grammar.state(text) == "shared"), "what is kept is saved"
+        assert make(text).uses_peer == ("peer" in grammar.uses(text)), f"{text}: `uses` and uses_peer are one"
 
 
 @every_text
@@ -153,26 +187,66 @@ def test_a_non_finite_value_is_divergence(text: str, bad: float) -> None:
             encode(make(text), x)
 
 
-@every_text
+@stateless
 def test_both_ends_and_reruns_agree(text: str) -> None:
     """The same message gives the same bytes from any instance; another message's key may change them."""
-    x = sample((3, 5, 9))
-    ctx = Context((3, 5, 9), step=4, microbatch=2, boundary=1, seed=7)
+    shape = (3, 5, 9)
+    x = sample(shape)
+
+    def at(**kept: Any) -> Context:
+        return context(text, shape, **kept)
+
+    ctx = at(step=4, microbatch=2, boundary=1, seed=7)
     codec = make(text)
     first = encode(codec, x, ctx).clone()
-    encode(codec, -x, Context((3, 5, 9), step=5))
+    encode(codec, -x, at(step=5))
     assert torch.equal(encode(codec, x, ctx), first), "a message in between must leave no trace"
     assert torch.equal(encode(make(text), x, ctx), first), "any instance gives the same bytes"
     assert torch.equal(encode(make(text, diagnose=True), x, ctx), first), "diagnosing must not change what is sent"
-    stochastic = "stochastic" in text
-    others = (
-        Context((3, 5, 9), step=4, microbatch=3, boundary=1, seed=7),
-        Context((3, 5, 9), step=4, microbatch=2, seed=7),
-    )
-    for other in others:
-        assert torch.equal(encode(codec, x, other), first) != stochastic, (
-            "bytes depend on the message's key exactly where the text says stochastic: draw from Context.key"
-        )
+    keyed = "stochastic" in text or CASES[text].get("keyed", False)
+    for other in (at(step=4, microbatch=3, boundary=1, seed=7), at(step=4, microbatch=2, seed=7)):
+        again = encode(codec, x, other)
+        same = again.shape == first.shape and torch.equal(again, first)
+        assert same != keyed, "bytes depend on the message's key exactly where text or CONTRACT say so: see Context.key"
+
+
+@pytest.mark.parametrize("text", [text for text in CASES if grammar.state(text) != "none"])
+def test_a_stateful_codec_stays_equal_at_both_ends(text: str) -> None:
+    """Through messages of training and evaluation, refused ones, a restart of both ends, and diagnosis at one."""
+    shape, ends = (3, 5, 9), [make(text, diagnose=True), make(text)]
+    for step in range(40):
+        ctx = context(text, shape, step=step, training=step % 5 != 4)
+        x = sample(shape, step) * (1 + step)
+        before = [end.digest() for end in ends]
+        with pytest.raises(DivergedError):
+            encode(ends[0], x / 0, ctx)
+        payload = encode(ends[0], x, ctx)
+        if step % 3 == 0:
+            with pytest.raises(CodecError, match="malformed"):
+                decode(ends[1], payload[:-1], shape, ctx)
+        assert ends[1].digest() == before[1] == before[0], "what was refused must leave no trace"
+        sent = ends[0].digest()
+        assert_within(text, x, decode(ends[1], payload, shape, ctx))
+        assert torch.equal(decode(ends[0], payload, shape, ctx), decode(ends[1], payload, shape, ctx))
+        assert ends[0].digest() == sent == ends[1].digest(), "one's own payload, and one decoded twice, change nothing"
+        assert ctx.training or sent == before[0], "evaluation must leave no trace"
+        if step == 20:
+            fresh = [make(text), make(text)]
+            for old, new in zip(ends, fresh, strict=True):
+                new.load_state_dict(old.state_dict())
+            ends = fresh
+    assert ends[0].digest() != make(text).digest()
+
+
+@pytest.mark.parametrize("text", [text for text, case in CASES.items() if case.get("entropy")])
+def test_a_coded_length_is_near_the_entropy(text: str) -> None:
+    for shape, size in (((4, 64, 512), 1.0), ((2, 32, 16, 16), 1e-3), ((1, 40_000), 30.0)):
+        heavy = sample(shape) * sample(shape, 1).exp() * size
+        for x in (sample(shape) * size, heavy, heavy.relu()):
+            codec: Any = make(text)
+            ctx = context(text, shape)
+            ideal, found = codec.ideal_bytes(x, ctx), encode(codec, x, ctx).numel()
+            assert found <= 1.03 * ideal, f"{text}: {found} B where entropy and side information are {ideal:.0f} B"
 
 
 @every_text
@@ -225,13 +299,16 @@ def test_diagnostics(text: str) -> None:
     decoded = decode(codec, encode(codec, x), shape)
     found = codec.diagnostics
     assert "rel_error" in found, "with `diagnose` set, encode fills diagnostics['rel_error']"
-    truth = ((decoded - x).norm() / x.norm()).item()
-    assert found["rel_error"] == pytest.approx(truth, rel=1e-4, abs=1e-9), "rel_error is |decoded - x| / |x|"
+    kept = seen(text, x)
+    truth = ((decoded - kept).norm() / kept.norm()).item()
+    assert found["rel_error"] == pytest.approx(truth, rel=1e-4, abs=1e-9), (
+        "rel_error is |decoded - x| / |x|, x being what is to be sent: zero where a peer is"
+    )
     assert 0.0 <= found.get("clip_fraction", 0.0) <= 1.0, "clip_fraction is a share"
 
 
 @pytest.mark.parametrize("text", [text for text, case in CASES.items() if case.get("unbiased")])
-def test_stochastic_rounding_is_unbiased(text: str) -> None:
+def test_unbiased(text: str) -> None:
     """Mean of 4000 draws against x, in standard errors, on values that no level and no clip touches."""
     shape, draws = (1, 4, 16), 4000
     x = sample(shape, 3).clamp(-1, 1) * 0.5
@@ -242,12 +319,13 @@ def test_stochastic_rounding_is_unbiased(text: str) -> None:
     codec = make(text)
     total, squares = torch.zeros(shape, dtype=torch.double), torch.zeros(shape, dtype=torch.double)
     for step in range(draws):
-        ctx = Context(shape, step=step)
+        ctx = context(text, shape, step=step)
         decoded = decode(codec, encode(codec, x, ctx), shape, ctx).double()
         total, squares = total + decoded, squares + decoded**2
     mean = total / draws
     error = ((squares / draws - mean**2).clamp(min=1e-12) / draws).sqrt()
-    z = ((mean - x) / error)[inside]
+    assert grammar.is_unbiased(text), "UNBIASED in the plug-in says so too"
+    z = ((mean - x) / error)[inside & (seen(text, x) != 0)]
     assert z.abs().max() < 4.5
     assert abs(z.mean().item()) < 4.5 / math.sqrt(z.numel())
     assert bool((error[inside] > 1e-6).any()), "it must really have been random"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 VERSION = 1
 SUMMARY = "b-bit integers times a scale per channel, token or tensor"
 SOURCE = "Wang et al., 2022 (arXiv 2206.01299): the direct quantiser of AQ-SGD / AC-SGD"
+UNBIASED = "rounding == 'stochastic'"
 PARAMETERS = {
     "bits": {"place": "argument", "type": "int", "min": 1, "max": 8},
     "rounding": {"type": "word", "choices": ["nearest", "stochastic"], "default": "nearest"},

@@ -17,6 +17,7 @@ from thinpipe.harness.errors import CodecError, DivergedError, UserError
 VERSION = 1
 SUMMARY = "the change since the sample's last visit; the first visit in full"
 SOURCE = "Wang et al., 2022 (arXiv 2206.01299): AQ-SGD; cache=fixpoint:k is AC-SGD's delta-lowbits"
+STATE = "shared"
 PARAMETERS = {
     "codec": {"place": "item", "type": "codec"},
     "cache": {
