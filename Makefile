@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,data]'
-	@echo "compiling the CPU kernels, once"
-	$(BIN)/python -c 'from thinpipe.harness.compression.kernels import cpu; cpu.warm_up()'
+	@echo "compiling the CPU kernels, once: a minute or two"
+	@$(BIN)/python -m thinpipe.harness.compression.warm_up > /dev/null
 	@touch $@
 
 demo: setup

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 app = typer.Typer(
     help="Measure what compressing pipeline-parallel training buys on slow networks, and what it costs.",
@@ -25,6 +26,22 @@ app = typer.Typer(
 )
 net = typer.Typer(help="The emulated network by itself.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(net, name="net")
+
+
+class _OrName(typer.core.TyperGroup):
+    """A group that takes what is no verb of it for the NAME of its verb `show`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
+
+
+codecs_ = typer.Typer(
+    cls=_OrName,
+    help="Codecs and memories: list them, show one (`codecs NAME`), measure some.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+app.add_typer(codecs_, name="codecs")
 
 ExperimentArg = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="Name, path of a TOML file, or a stored run.json.")
@@ -275,6 +292,69 @@ def merge(
     from thinpipe.harness import render, verbs
 
     _show(verbs.merge(folder, out), as_json, render.merged)
+
+
+@codecs_.callback()
+def codecs(
+    context: typer.Context,
+    presets: Annotated[bool, typer.Option("--presets", help="The published settings by name instead.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List every codec and memory: how it is written, bits an element, biased or not, what it keeps."""
+
+    def verb() -> int:
+        from thinpipe.harness import codecs, render
+
+        _show(codecs.presets() if presets else codecs.listing(), as_json, render.presets if presets else render.codecs)
+        return 0
+
+    if context.invoked_subcommand is None:
+        raise typer.Exit(_guarded(verb))
+
+
+@command(codecs_, "show")
+def codecs_show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A codec, a memory, or a preset.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show one in full: parameters, ranges, defaults, source, what the contract suite holds it to."""
+    from thinpipe.harness import codecs, render
+
+    _show(codecs.one(name), as_json, render.codec)
+
+
+@command(codecs_, "measure")
+def codecs_measure(
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Compressors, e.g. 'delta(fixpoint:4)'.")
+    ] = None,
+    *,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="gpt2, deberta or resnet, trained for a moment; repeatable."),
+    ] = None,
+    tensor: Annotated[
+        Path | None, typer.Option("--tensor", metavar="FILE", help="A .safetensors, .npy or .pt file instead.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Here instead of into results/codecs/.")
+    ] = None,
+    overrides: SetOption = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="From weights and data that pretrain and fetch-data have placed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure compressors on boundary tensors: bits, error, bias, speed; without a SPEC, all at several rates."""
+    from thinpipe.harness import render, verbs, views
+
+    found, code = verbs.codecs_measure(
+        texts or [], models or [], tensor, out, overrides=overrides or [], pretrained=pretrained
+    )
+    _show(found, as_json, lambda data: render.measured(views.measured(data["rows"])))
+    for name in found["files"]:
+        verbs.say(f"wrote {name}")
+    return code
 
 
 @app.command(

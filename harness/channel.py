@@ -24,6 +24,7 @@ import torch.distributed as dist
 from thinpipe.harness import frame
 from thinpipe.harness.compression.base import Compressor, Context, Direction, Memory, Stateful
 from thinpipe.harness.errors import CodecError, DivergedError, FrameError, PeerError
+from thinpipe.harness.rate_control import Meter
 from thinpipe.harness.recorder import Recorder, now
 
 
@@ -89,6 +90,9 @@ class Channel:
         self._views = [buffer.numpy().data for buffer in self._buffers]
         self._decoded = [] if sends else [torch.zeros(shape) for _ in range(microbatches)]
         self._forward: Channel | None = None
+        #: What this end sends is noted here; what a backward message says of an activation's weight, there.
+        self.meter: Meter | None = None
+        self.informs: Meter | None = None
         self._works: list[Any] = []
         # A tag a micro-batch: some schedules send them in another order than they were numbered in.
         self._tag = (2 * boundary + (direction == "backward")) * microbatches
@@ -145,6 +149,8 @@ class Channel:
                     memory.observe(decoded, ctx)
             else:
                 n = active.encode(x, ctx, body)
+            if self.meter is not None and self._training:
+                self.meter.sent(active, x.numel(), n)
             total = frame.seal(self._views[i], self._header(i, digest), n)
             if active.diagnose:
                 self.traffic.samples = {"mean_abs": float(x.abs().mean()), **active.diagnostics}
@@ -172,6 +178,8 @@ class Channel:
             check_decoded(x, self._active)
             for memory in self._watch:
                 memory.observe(x, ctx)
+            if self.informs is not None:
+                self.informs.matters(float(x.square().mean()))
         self.recorder.span("wait_receive", start, arrived, self.offset + i, self.direction, boundary=self.boundary)
         self.recorder.span("decode", arrived, now(), self.offset + i, self.direction, boundary=self.boundary)
         self.messages += 1

@@ -5,8 +5,8 @@ Called in the fork server (it has torch), so that what is loaded and compiled he
 
 from __future__ import annotations
 
-from thinpipe.harness import memory, plugins, steps, worker
-from thinpipe.harness.compression.kernels import cpu
+from thinpipe.harness import memory, plugins, regimes, steps, worker
+from thinpipe.harness.compression.warm_up import warm_up
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.models import _weights
 from thinpipe.harness.models import base as models
@@ -33,4 +33,5 @@ def check(spec: RunSpec, *, available_bytes: int | None = None) -> None:
         num_samples = min(num_samples, spec.timing.batches * spec.train.batch_size)
     memory.fits(spec, num_samples, available_bytes)
     if spec.world_size > 1:
-        cpu.warm_up()
+        boundaries = range(spec.pipeline.stages - 1)
+        warm_up({text for d in regimes.DIRECTIONS for b in boundaries for text in regimes.texts(spec, d, b)})

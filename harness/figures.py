@@ -38,7 +38,7 @@ def draw(tables: Tables, folder: Path, names: Sequence[str] = ()) -> tuple[list[
     A figure this experiment has no data for is skipped. Raises UndrawnError, once every other figure is drawn,
     for one that broke and for one that was asked for by name and cannot be drawn whole.
     """
-    every = [name for name in sorted(plugins.find("figures")) if not is_per_run(name)]
+    every = [name for name in sorted(plugins.find("figures")) if not is_per_run(name) and not is_of_codecs(name)]
     found = [plugins.get("figures", name) for name in names or every]
     written: list[Path] = []
     skipped: dict[str, str] = {}
@@ -64,6 +64,11 @@ def draw(tables: Tables, folder: Path, names: Sequence[str] = ()) -> tuple[list[
 def is_per_run(name: str) -> bool:
     """Whether a figure is drawn of one run, when asked for, and not of an experiment."""
     return bool(plugins.get("figures", name).parameters.get("per_run"))
+
+
+def is_of_codecs(name: str) -> bool:
+    """Whether a figure is drawn of what `thinpipe codecs measure` found, by that verb."""
+    return bool(plugins.get("figures", name).parameters.get("of_codecs"))
 
 
 def draw_one(plugin: plugins.Plugin, tables: Tables, folder: Path) -> tuple[list[Path], list[str]]:

@@ -53,6 +53,8 @@ RESERVE = 0.1
 # Copies of the gradients that each exchange keeps: buckets, and momenta or errors.
 EXCHANGES = {"none": 1, "fp16": 1, "bf16": 1, "powersgd": 3, "quantized-adam": 2}
 CACHE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 4}
+# Of rows on disk, as many messages' are in RAM at once, at most (compression/disk.py).
+DISK_MESSAGES = 4
 
 
 @dataclass(frozen=True)
@@ -270,27 +272,47 @@ def _caches(spec: RunSpec, shape: ModelShape, parts: Sequence[StagePart], own: I
     total = 0
     for stage, direction in itertools.product(own, DIRECTIONS):
         for boundary in {stage - 1, stage} & set(placement.boundaries(spec.pipeline)):
-            sample = shape.boundaries[parts[boundary].blocks[-1]]
+            message = (spec.microbatch_size, *shape.boundaries[parts[boundary].blocks[-1]])
+            sends = (boundary == stage) == (direction == "forward")
             rules = [rule for rule in spec.compression.rules(direction) if rule.boundary in (None, boundary)]
             for text in {grammar.canonical(rule.use) for rule in rules}:
-                total += samples * row_bytes(text, sample)
+                if sends or grammar.state(text) != "sender":
+                    total += state_bytes(text, samples, message, spec.pipeline.microbatches)
     return total
 
 
-def row_bytes(text: str, sample: Sequence[int]) -> int:
-    """Bytes that a memory keeps of one sample, at one end; 0 of a codec. sample: shape of its tensor."""
+def state_bytes(text: str, samples: int, message: Sequence[int], microbatches: int) -> int:
+    """Bytes that a memory keeps in RAM at one end, or at the sender's where only that keeps any; 0 of a codec.
+    message: shape of a micro-batch's tensor; microbatches: of a step. A memory without an option `cache` counts as if
+    it kept float32, one without `key` as if it kept a row of each sample."""
     node = grammar.parse(text)
     found = plugins.find("memories").get(node.name)
     if found is None:
         return 0
+
+    def option(name: str, otherwise: str) -> grammar.Node:
+        default = found.parameters.get(name, {}).get("default", otherwise)
+        return node.options.get(name) or grammar.parse(default)
+
+    rows = {"slot": microbatches * message[0], "batch": 1}.get(option("key", "sample").name, samples)
+    if option("store", "ram").name == "disk":
+        rows = min(rows, DISK_MESSAGES * message[0])
+    return rows * _row_bytes(option("cache", "fp32"), message[1:])
+
+
+def _row_bytes(cache: grammar.Node, sample: Sequence[int]) -> int:
+    """Bytes of a row. sample: shape of its tensor."""
     elements = math.prod(sample)
-    cache = node.options.get("cache")
-    name = found.parameters["cache"]["default"] if cache is None else cache.name
-    if name in CACHE_BYTES:
-        return CACHE_BYTES[name] * elements
-    bits = grammar.bits(f"{name}:{cache.argument}" if cache is not None and cache.argument else name) or 32.0
+    if cache.name in CACHE_BYTES:
+        return CACHE_BYTES[cache.name] * elements
     # Codes, and a scale of 2 B a channel.
-    return math.ceil(elements * bits / 8) + 2 * sample[-1]
+    return math.ceil(elements * grammar.estimate(_text(cache)) / 8) + 2 * sample[-1]
+
+
+def _text(node: grammar.Node) -> str:
+    inside = [*map(_text, node.items), *(f"{key}={_text(value)}" for key, value in node.options.items())]
+    argument = f":{node.argument}" if node.argument else ""
+    return node.name + argument + (f"({', '.join(inside)})" if inside else "")
 
 
 # --- what people are told ---
@@ -313,7 +335,7 @@ def _advice(spec: RunSpec, found: Sequence[Prediction]) -> str:
     if most == "caches":
         return (
             f"Lower task.num_sequences ({spec.task.num_sequences}), task.sequence_length or the width, or choose a "
-            "smaller cache, e.g. delta(..., cache=fixpoint:4)."
+            "smaller cache, e.g. delta(..., cache=fixpoint:4), or keep it on disk: store=disk."
         )
     if most in ("activations", "buffers"):
         return (

@@ -170,12 +170,43 @@ SPANS: dict[str, Column] = {
     "end_s": Column(float, "s", "CLOCK_MONOTONIC"),
 }
 
+RATE_DISTORTION: dict[str, Column] = {
+    "source": Column(str, "", "the model whose training the tensors are of, or the name of their file"),
+    "tensor": Column(str, "", "which of its tensors"),
+    "kind": Column(str, "", "activation, gradient, or tensor where a file does not say"),
+    "boundary": Column(int, "", "0 = between stages 0 and 1; empty for a file's", True),
+    "compressor": Column(str, "", "canonical text"),
+    "curve": Column(str, "", "the text without its numbers after colons: points of one curve share it"),
+    "codec": Column(str, "", "name of the codec inside any memory"),
+    "messages": Column(int, "", "messages measured: of memories those of the last visit"),
+    "elements": Column(int, "", "elements of these messages"),
+    "payload_bytes": Column(int, "B", "what the compressor wrote"),
+    "frame_bytes": Column(int, "B", "payload and header"),
+    "payload_bits": Column(float, "bit", "8 payload_bytes / elements"),
+    "bits_per_element": Column(float, "bit", "8 frame_bytes / elements"),
+    "first_visit_bits": Column(float, "bit", "bits_per_element of the first visit's messages, memories only", True),
+    "rel_error": Column(
+        float,
+        "",
+        "|decoded - x| / |x|, 2-norm, all messages together; of a gradient at a ReLU's output where that is not zero",
+    ),
+    "error_db": Column(float, "dB", "20 log10 rel_error; empty where it is 0", True),
+    "bias": Column(float, "", "mean of decoded - x over mean |x|"),
+    "systematic_error": Column(float, "", "|mean of decoded over draws - x| / |x|: rel_error of one, less of unbiased"),
+    "draws": Column(int, "", "message keys that bias and systematic_error are over; 1 where bytes do not depend on it"),
+    "encode_melem_s": Column(float, "10^6/s", "elements encoded a second, one thread, median message"),
+    "decode_melem_s": Column(float, "10^6/s", "elements decoded a second, one thread, median message"),
+}
+
+# What every rank writes rows of; the others are made of many runs, or of none.
+OF_RANKS = ("steps", "transfers", "evals", "spans")
 TABLES: dict[str, dict[str, Column]] = {
     "runs": RUNS,
     "steps": STEPS,
     "transfers": TRANSFERS,
     "evals": EVALS,
     "spans": SPANS,
+    "rate_distortion": RATE_DISTORTION,
 }
 
 

@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, run_id: str, rank: int, path: Path | None = None):
         self.run_id, self.rank, self.keep_spans = run_id, rank, True
-        self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in metrics.TABLES if name != "runs"}
+        self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in metrics.OF_RANKS}
         self.step = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._file = path.open("a", encoding="utf-8") if path else None

@@ -254,3 +254,74 @@ def merged(data: Mapping[str, Any]) -> None:
     for key, value in data.items():
         if value is not None:
             _line(f"{key}: {_word(value)}")
+
+
+def codecs(data: Sequence[Mapping[str, Any]]) -> None:
+    """Every codec and memory."""
+    rows = [
+        [
+            item["form"],
+            item["example"],
+            f"{item['bits_per_element']:g}",
+            item["formula"] or "",
+            _bias(item),
+            item["state"],
+            item["source"],
+        ]
+        for item in data
+    ]
+    _table(["codec or memory", "for example", "bits", "formula", "mean", "keeps", "source"], rows)
+    _line("bits: an element of a large message, without header and first visits; `thinpipe codecs NAME` says more.")
+
+
+def _bias(item: Mapping[str, Any]) -> str:
+    if item["exact"] or item["unbiased"]:
+        return "exact" if item["exact"] else "unbiased"
+    return f"unbiased if {item['unbiased_when']}" if item["unbiased_when"] else "biased"
+
+
+def presets(data: Sequence[Mapping[str, Any]]) -> None:
+    """The presets of `compression`."""
+    names = ("name", "forward", "backward", "warmup_epochs", "evaluation", "source", "summary")
+    _table(
+        ["preset", "forward", "backward", "warm-up", "evaluation", "source", ""], [[d[n] for n in names] for d in data]
+    )
+    _line('Use one as compression.preset = "NAME".')
+
+
+def codec(data: Mapping[str, Any]) -> None:
+    """One codec, memory or preset in full."""
+    for key, value in data.items():
+        if key not in ("parameters", "contract", "uses") and value is not None:
+            _line(f"{key}: {_word(value)}")
+    if data.get("uses"):
+        _line(f"uses: {_word(data['uses'])}")
+    if data.get("parameters"):
+        _line("")
+        names = ("name", "place", "values", "default")
+        rows = [[*(p[n] for n in names), "; ".join(p["notes"])] for p in data["parameters"]]
+        _table(["parameter", "written as", "values", "default", ""], rows)
+    if data.get("contract"):
+        _line("\nheld by the contract suite to (harness/compression/__init__.py says what the words mean)")
+        for text, bounds in data["contract"].items():
+            _line(f"  {text}: {', '.join(f'{key} {value}' for key, value in bounds.items()) or 'exact'}")
+
+
+def measured(data: Sequence[Mapping[str, Any]]) -> None:
+    """What compressors made of tensors (views.measured), a table a source."""
+    for source in dict.fromkeys(row["source"] for row in data):
+        own = [row for row in data if row["source"] == source]
+        kinds = sorted({kind for row in own for kind in row["kinds"]})
+        headers = ["compressor", *(f"{kind} {what}" for kind in kinds for what in ("bits", "dB", "bias"))]
+        rows = []
+        for row in own:
+            cells: list[Any] = [row["compressor"]]
+            for kind in kinds:
+                found = row["kinds"].get(kind)
+                error = "" if found is None else "exact" if found["error_db"] is None else f"{found['error_db']:.1f}"
+                cells += ["", "", ""] if found is None else [f"{found['bits']:.2f}", error, f"{found['bias']:+.4f}"]
+            rows.append([*cells, f"{row['encode_melem_s']:.0f}", f"{row['decode_melem_s']:.0f}"])
+        _line(f"{source}")
+        _table([*headers, "encode M/s", "decode M/s"], rows)
+    _line("bits: an element, header included; dB: of |decoded - x| / |x|; bias: mean error / mean |x|;")
+    _line("M/s: million elements a second on one thread. Memories: at the last of several visits.")

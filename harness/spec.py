@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from thinpipe.harness import plugins
+from thinpipe.harness.compression_presets import PRESETS
 from thinpipe.harness.errors import UserError, near_miss
 
 # Parts of a run that change nothing it measures, so neither an id.
@@ -153,6 +154,11 @@ class Rule(Part):
 class CompressionSpec(Part):
     """What crosses the boundaries instead of the tensors: one compressor a direction, or rules."""
 
+    preset: str | None = setting(
+        None,
+        "published settings by name (`thinpipe codecs --presets`) in place of forward and backward; warmup_epochs and "
+        "evaluation hold where they are set beside it",
+    )
     forward: str | tuple[Rule, ...] = setting("none", "what activations cross by")
     backward: str | tuple[Rule, ...] = setting("none", "what activation gradients cross by")
     warmup_epochs: int = setting(
@@ -161,6 +167,32 @@ class CompressionSpec(Part):
     evaluation: Literal["off", "codec"] = setting(
         "off", "how evaluations cross: uncompressed, or by the codecs in force without their memory"
     )
+    budget_bits: float | None = setting(
+        None,
+        "payload of a training step, both directions and all boundaries together, kept by steering the steps of grid "
+        "codecs; none = they stay as written",
+        "bits an element",
+        gt=0,
+        le=32,
+    )
+    budget_by: Literal["error", "sensitivity"] = setting(
+        "error",
+        "what the budget is shared out by: relative errors alike everywhere, or errors of activations by the squared "
+        "gradient there",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        """Put what a preset says in its place: nothing of the name is left, so a run's id does not know of it."""
+        if not isinstance(data, Mapping) or data.get("preset") is None:
+            return data
+        name = data["preset"]
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"preset: unknown preset {name!r}.{near_miss(str(name), PRESETS)}")
+        if own := [key for key in ("forward", "backward") if key in data]:
+            raise ValueError(f"preset {name!r} says what crosses: leave it out, or {' and '.join(own)}")
+        return {**PRESETS[name].settings(), **data, "preset": None}
 
     def rules(self, direction: Literal["forward", "backward"]) -> tuple[Rule, ...]:
         """The schedule of one direction, sugar resolved, in order of precedence (last match wins)."""
@@ -336,6 +368,7 @@ class RunSpec(Part):
                         f"have boundaries 0..{self.pipeline.stages - 2}"
                     )
                 self._comes_into_force(direction, rule)
+                self._stands_where_it_may(direction, rule)
         return self
 
     def _whole_pieces(self) -> None:
@@ -433,13 +466,43 @@ class RunSpec(Part):
             "train.clip_scope": (train.clip_norm is not None or train.preset is not None, "without train.clip_norm"),
             "task.variants": (self.task.augment == "variant", 'without task.augment "variant"'),
             "model.dropout_masks": (self.model.dropout > 0, "without model.dropout"),
+            "compression.budget_by": (self.compression.budget_bits is not None, "without compression.budget_bits"),
             "checkpoint.keep": (self.checkpoint.every is not None, "without checkpoint.every"),
         }
+        if self.compression.budget_bits is not None and not self._steers():
+            raise ValueError(
+                "compression.budget_bits has no effect where no grid codec with by=step is in use: write one, or leave "
+                "the budget out"
+            )
         for name, (does, why) in acts.items():
             part, _, key = name.partition(".")
             value = getattr(self, part)
             if not does and getattr(value, key) != type(value).model_fields[key].default:
                 raise ValueError(f"{name} has no effect {why}; leave it out")
+
+    def _steers(self) -> bool:
+        """Whether any compressor's step can be steered."""
+        from thinpipe.harness.compression import grammar
+
+        used = {r.use for d in ("forward", "backward") for r in self.compression.rules(d)}  # type: ignore[arg-type]
+        return any("steering" in grammar.uses(grammar.inner(text)) for text in used)
+
+    def _stands_where_it_may(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
+        """Refuse a compressor that asks for what is not there (grammar.uses)."""
+        from thinpipe.harness.compression import grammar
+
+        asked = grammar.uses(rule.use)
+        if "peer" in asked and direction == "forward":
+            raise ValueError(
+                f"compression.forward {rule.use!r} codes by the help of the forward tensor, so it is for gradients: "
+                "use it in compression.backward"
+            )
+        declared = plugins.get("models", self.model.name).parameters["boundary"]
+        if "relu" in asked and not declared.get("relu", False):
+            raise ValueError(
+                f"compression.backward {rule.use!r} leaves out gradients where a ReLU's output is zero, and the "
+                f"boundaries of model {self.model.name!r} carry no such output: leave relu(...) away"
+            )
 
     def _comes_into_force(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
         """Refuse a rule that begins after the run's end: its arm would be another method than its label says."""

@@ -28,7 +28,7 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.shards import replace, schema, to_arrow
 from thinpipe.harness.spec import RunSpec
 
-SHARDS = ("steps", "transfers", "evals", "spans")
+SHARDS = metrics.OF_RANKS
 #: The tables of an experiment. Spans stay with their run: they are its trace, and many.
 TABLES = ("runs", "steps", "transfers", "evals")
 TIMED = ("timing", "full")
@@ -83,7 +83,7 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
     for table in TABLES[1:]:
         parts = [shards[table] for shards in read.values()]
         tables[table] = pa.concat_tables([schema(table).empty_table(), *parts])
-    return _write(store.experiment_dir(experiment_name) / "tables", tables)
+    return write(store.experiment_dir(experiment_name) / "tables", tables)
 
 
 def of_run(store: Results, run_id: str) -> dict[str, pd.DataFrame]:
@@ -242,7 +242,8 @@ def _state(status: Mapping[str, Any], spec: RunSpec) -> str:
     return "foreign" if foreign else status["state"]
 
 
-def _write(folder: Path, tables: Mapping[str, pa.Table]) -> dict[str, pd.DataFrame]:
+def write(folder: Path, tables: Mapping[str, pa.Table]) -> dict[str, pd.DataFrame]:
+    """Write each as parquet and CSV into `folder`, whole or not at all; returns them as frames."""
     folder.mkdir(parents=True, exist_ok=True)
     frames = {}
     for table, content in tables.items():

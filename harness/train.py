@@ -23,6 +23,7 @@ from thinpipe.harness.links import Links
 from thinpipe.harness.pipeline import schedules
 from thinpipe.harness.pipeline.stage import CompressedStage
 from thinpipe.harness.quantized_adam import QuantizedAdam
+from thinpipe.harness.rate_control import Meter, RateControl, Seen
 from thinpipe.harness.recorder import Recorder, now
 from thinpipe.harness.regimes import Regime
 from thinpipe.harness.spec import RunSpec, TrainSpec
@@ -107,6 +108,7 @@ class Trainer:
         named = [pair for stage in gradients.stages for pair in stage.named]
         self.optimizer = make_optimizer(named, spec, links.data if links else None)
         self.training_time_s = 0.0
+        self.rate = self._rate_control()
         #: What the exchange between data groups was to send so far.
         self.data_traffic = Traffic()
         self.is_first = any(stage.is_first for stage in stages)
@@ -149,6 +151,10 @@ class Trainer:
         norm = self.gradients.finish(len(batches) * self.spec.pipeline.microbatches)
         lr = learning_rate(step, self.total_steps, self.spec.train, self.steps_per_epoch)
         self._update(lr)
+        if self.rate is not None:
+            started = now()
+            self.rate.after_step()
+            self.recorder.span("sync", started, now())
         elapsed = now() - start
         self.training_time_s += elapsed
         loss = self._mean_loss(losses, step, epoch) if self.is_last else None
@@ -186,6 +192,28 @@ class Trainer:
                 else:
                     sent[channel] = traffic
         return losses
+
+    def _rate_control(self) -> RateControl | None:
+        """Meters at this rank's sending ends, where a budget is to be kept."""
+        if self.spec.compression.budget_bits is None:
+            return None
+        meters = []
+        for stage in self.stages:
+            for (direction, side), channel in stage.channels.items():
+                if side == "out":
+                    channel.meter = Meter(f"{direction}/{channel.boundary}")
+                    meters.append(channel.meter)
+            if self.spec.compression.budget_by == "sensitivity" and ("forward", "out") in stage.channels:
+                stage.channels["backward", "in"].informs = stage.channels["forward", "out"].meter
+
+        def gather(mine: Seen) -> list[Seen]:
+            if self.links is None or self.links.ranks == 1:
+                return [mine]
+            everyone: list[Any] = [None] * self.links.ranks
+            dist.all_gather_object(everyone, mine, group=self.links.pipe)
+            return everyone
+
+        return RateControl(self.spec.compression, meters, gather)
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], step: int, epoch: int) -> float | None:
         """The loss of the whole batch, on the last stage of the first data group."""
@@ -287,6 +315,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "hooks": {str(s.stage_index): data_parallel.hook_state(s.submod) for s in self.stages},
             "training_time_s": self.training_time_s,
+            "rate": self.rate.state_dict() if self.rate else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,3 +324,7 @@ class Trainer:
             data_parallel.load_hook_state(stage.submod, state["hooks"][str(stage.stage_index)])
         self.optimizer.load_state_dict(state["optimizer"])
         self.training_time_s = state["training_time_s"]
+        if self.rate is not None:
+            ends = [c for stage in self.stages for c in stage.channels.values() if c.meter is not None]
+            held = {f"{c.direction}/{c.boundary}": list(c.compressors.values()) for c in ends}
+            self.rate.load_state_dict(state["rate"], held)

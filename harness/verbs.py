@@ -18,6 +18,8 @@ from thinpipe.harness.store import Store, explain_disk_full, rows
 
 # Holds what an experiment's figures were last drawn from, all of them.
 DRAWN = ".drawn"
+# Where `codecs measure` writes unless told otherwise.
+CODECS = Path("results") / "codecs"
 
 
 def planned(
@@ -135,6 +137,8 @@ def tables(source: str, results: Path) -> dict[str, Any]:
 def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
     """Draw figures, all without `names`; returns {experiment, files}. `source` is a run for figures of one run."""
     store = Store(results)
+    if any(figures.is_of_codecs(name) for name in names):
+        raise UserError(f"{', '.join(names)}: what codecs make of tensors is drawn by `thinpipe codecs measure`")
     if any(figures.is_per_run(name) for name in names):
         return _plot_run(store, source, names)
     name = _name(source, store)
@@ -181,6 +185,47 @@ def fetch_data(names: Sequence[str]) -> list[dict[str, Any]]:
 
     rows = fetch.fetch(names, cache_folder(), say) if names else fetch.listing(cache_folder())
     return [{**row, "path": str(row["path"]) if row["path"] else None} for row in rows]
+
+
+def codecs_measure(
+    texts: Sequence[str],
+    families: Sequence[str],
+    tensor: Path | None,
+    out: Path | None,
+    *,
+    overrides: Sequence[str],
+    pretrained: bool,
+) -> tuple[dict[str, Any], int]:
+    """Measure compressors on boundary tensors; returns ({out, files, failed, rows}, exit code)."""
+    from thinpipe.harness.compression import grammar
+
+    if (tensor is None) == (not families):
+        raise UserError("say what to measure on: --model NAME (gpt2, deberta, resnet; repeatable) or --tensor FILE.")
+    if tensor is not None and (overrides or pretrained):
+        raise UserError("--set and --pretrained say how a model is trained: they have no effect beside --tensor.")
+    for text in texts:
+        grammar.check(text)
+    from thinpipe.harness import capture, measure
+
+    families = list(dict.fromkeys(families))
+    if tensor is not None:
+        streams = capture.read(tensor)
+    else:
+        specs = {name: capture.spec_of(name, overrides, pretrained=pretrained) for name in families}
+        streams = [stream for name, spec in specs.items() for stream in capture.capture(name, spec, say)]
+    folder = out or CODECS / ("+".join(families) if tensor is None else tensor.stem)
+    rows, failed = measure.run(streams, texts, lambda text: say(f"measured {text}"))
+    for line in failed:
+        say(f"thinpipe: {line}")
+    try:
+        with explain_disk_full(folder):
+            files = measure.write(rows, folder)
+    except figures.UndrawnError as error:
+        say(f"thinpipe: {error}")
+        files = error.written
+    return {"out": str(folder), "files": [str(path) for path in files], "failed": failed, "rows": rows}, int(
+        bool(failed)
+    )
 
 
 def partition(model: str, stages: int, out: Path, cuts: str | None, family: str | None) -> dict[str, Any]:

@@ -316,6 +316,29 @@ def _items(kind: str) -> list[dict[str, Any]]:
     ]
 
 
+def measured(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the table rate_distortion, a row a source and compressor, fewest bits first: {source, compressor, kinds:
+    {kind: {bits, error_db, bias}}, encode_melem_s, decode_melem_s}. Bits over all tensors, means of the errors in dB
+    (None: exact), of the biases and of the speeds."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["source"], row["compressor"]), []).append(row)
+    found = []
+    for (source, text), own in groups.items():
+        kinds = {}
+        for kind in dict.fromkeys(row["kind"] for row in own):
+            here = [row for row in own if row["kind"] == kind]
+            errors = [row["error_db"] for row in here if row["error_db"] is not None]
+            kinds[kind] = {
+                "bits": 8 * sum(row["frame_bytes"] for row in here) / sum(row["elements"] for row in here),
+                "error_db": statistics.fmean(errors) if errors else None,
+                "bias": statistics.fmean(row["bias"] for row in here),
+            }
+        speeds = {name: statistics.fmean(row[name] for row in own) for name in ("encode_melem_s", "decode_melem_s")}
+        found.append({"source": source, "compressor": text, "kinds": kinds, **speeds})
+    return sorted(found, key=lambda row: (row["source"], min(kind["bits"] for kind in row["kinds"].values())))
+
+
 def plain(value: Any) -> Any:
     """A table's value as JSON has it: missing and not-a-number become None."""
     if hasattr(value, "item"):

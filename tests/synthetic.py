@@ -304,3 +304,49 @@ def parts_for(columns: str) -> set[str]:
     """The parts a figure with these COLUMNS is to draw: of those trained on, the scored one or the language model."""
     scored = any(name in columns for name in metrics.SCORES)
     return {"timing", "classification" if scored else "convergence"}
+
+
+def measured() -> pd.DataFrame:
+    """A table rate_distortion: two models, three boundaries, the curves of several codecs, one of them exact."""
+    rng, rows = random.Random("measured"), []
+    texts = {"fixpoint": (2, 4, 8), "grid": (1, 2), "delta(fixpoint)": (2, 4), "relu(fixpoint)": (4,), "none": (32,)}
+    for source in ("gpt2", "resnet"):
+        for kind in ("activation", "gradient"):
+            for curve, rates in texts.items():
+                if "relu" in curve and (source, kind) != ("resnet", "gradient"):
+                    continue
+                for bits in rates:
+                    for boundary in range(3):
+                        rows.append(measured_row((source, kind, boundary), curve, bits, rng.uniform(0.9, 1.1)))
+    return tables.to_frame("rate_distortion", shards.to_arrow("rate_distortion", rows))
+
+
+def measured_row(place: tuple[str, str, int], curve: str, bits: int, factor: float) -> dict:
+    source, kind, boundary = place
+    exact, elements = curve == "none", 4096 << boundary
+    codec = curve.rpartition("(")[2].rstrip(")")
+    error = 0.0 if exact else factor * 2.0 ** (1 - bits)
+    payload = elements * bits // 8
+    return {
+        "source": source,
+        "tensor": f"{kind} {boundary}",
+        "kind": kind,
+        "boundary": boundary,
+        "compressor": curve if exact else curve.replace(codec, f"{codec}:{bits}"),
+        "curve": curve,
+        "codec": codec,
+        "messages": 1,
+        "elements": elements,
+        "payload_bytes": payload,
+        "frame_bytes": payload + 64,
+        "payload_bits": float(bits),
+        "bits_per_element": bits + 512 / elements,
+        "first_visit_bits": 32.0 if "delta" in curve else None,
+        "rel_error": error,
+        "error_db": None if exact else 20 * math.log10(error),
+        "bias": 0.001,
+        "systematic_error": error,
+        "draws": 1,
+        "encode_melem_s": 500.0,
+        "decode_melem_s": 900.0,
+    }

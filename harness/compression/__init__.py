@@ -37,7 +37,8 @@ An entry of PARAMETERS is a dict:
     pins     {word: [option, ...]}: that choice settles those options, so they cannot be written beside it
     needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
     uses     {word: [what, ...]}: that choice asks something of where the compressor stands: "peer": it reads the
-             forward tensor, so it is for gradients only; "relu": the boundary must carry a ReLU's output
+             forward tensor, so it is for gradients only; "relu": the boundary must carry a ReLU's output. "steering"
+             asks nothing: its bytes can be steered by `multiplier` (codecs/grid.py, harness/rate_control.py)
 
 The parameter called `bits` (argument or fixed; None: there is no such number) is what `grammar.bits` reports as
 configured; a memory and a codec that wraps a codec report that of their item, a memory times its fixed parameter
@@ -70,7 +71,8 @@ tensors.py has the helpers named here):
     repeatable  the same message (Context) gives the same bytes from any instance, with diagnose or without; only a text
                 with "stochastic" in it, or `keyed`, may, and then must, give other bytes for another message. (A
                 stateful codec: from any instance that has met the same messages.)
-    bits        where `grammar.bits` is not None, a large message takes that many bits an element, within 0.04
+    bits        where `grammar.bits` is not None, a large message takes what FORMULA says (without one: that many bits
+                an element), within 0.04
     diverged    NaN or infinity in the input: DivergedError, "non-finite" in its text (`raise_if_diverged`)
     overflow    a finite value above `largest`: CodecError in encode, "made a non-finite value from a finite one" in its
                 text, and the codec to use instead (halves.py)

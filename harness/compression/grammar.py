@@ -107,7 +107,8 @@ def state(text: str) -> str:
 
 def uses(text: str) -> frozenset[str]:
     """What it asks of where it stands, from its parameters' `uses`: "peer": it codes gradients by the help of the
-    forward tensor; "relu": and is exact only where the boundary carries a ReLU's output."""
+    forward tensor; "relu": and is exact only where the boundary carries a ReLU's output; "steering": its bytes can be
+    steered."""
     return frozenset(_uses(_resolve(text)))
 
 

@@ -254,12 +254,11 @@ def test_lengths(text: str) -> None:
     codec = make(text)
     for shape in SHAPES:
         assert encode(codec, sample(shape)).numel() <= codec.max_bytes(shape), "max_bytes is a bound for every shape"
-    configured = grammar.bits(text)
-    if configured is not None:
-        large = codec.max_bytes((8, 64, 512))
-        assert 8 * large / (8 * 64 * 512) == pytest.approx(configured, abs=0.04), (
-            f"{text} is configured with {configured} bits an element, and takes another number (16 bits a scale, here "
-            "one for 512 elements, are granted); without a parameter `bits` nothing is claimed"
+    if grammar.bits(text) is not None:
+        large, due = codec.max_bytes((8, 64, 512)), grammar.estimate(text)
+        assert 8 * large / (8 * 64 * 512) == pytest.approx(due, abs=0.04), (
+            f"{text} is to take {due} bits an element (its FORMULA, else its bits), and takes another number (16 bits "
+            "a scale, here one for 512 elements, are granted); without a parameter `bits` nothing is claimed"
         )
 
 

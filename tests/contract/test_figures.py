@@ -1,8 +1,8 @@
 """What every figure must hold to, on results that never ran (synthetic.py): plots/__init__.py says what that is.
 
 A new figure is found by itself. The example of plots/__init__.py is one of those tested: its text is taken from
-there, written to a file, and run. Figures of one run (PARAMETERS["per_run"]) have no seeds and no methods: they are
-held to what is left.
+there, written to a file, and run. Figures of one run (PARAMETERS["per_run"]), and of what codecs make of tensors
+(PARAMETERS["of_codecs"]), have no seeds and no methods: they are held to what is left.
 """
 
 import atexit
@@ -55,13 +55,15 @@ def example() -> plugins.Plugin:
 
 
 EVERY = {**plugins.find("figures"), "final_loss": example()}
-PLUGINS = {name: plugin for name, plugin in EVERY.items() if not plugin.parameters.get("per_run")}
+PLUGINS = {name: plugin for name, plugin in EVERY.items() if not plugin.parameters}
 RUN = ("timing", "AQ-SGD fw4 bw8", 30, 0)
 
 
 @functools.cache
 def tables_of(name):
     """What a figure is tested with: the parts of the experiment that it may draw as one, or a run of it."""
+    if EVERY[name].parameters.get("of_codecs"):
+        return {"rate_distortion": synthetic.measured()}
     store, whole = synthetic.results()
     if name not in PLUGINS:
         return tables_module.of_run(store, synthetic.spec_of(*RUN).run_id)
@@ -107,7 +109,9 @@ def whole(plugin):
 
 def test_figures_of_one_run_and_of_an_experiment_are_told_apart():
     assert set(EVERY) > set(PLUGINS)
-    assert [name for name in plugins.find("figures") if figures.is_per_run(name)] == sorted(set(EVERY) - set(PLUGINS))
+    found = plugins.find("figures")
+    assert [n for n in found if figures.is_per_run(n) or figures.is_of_codecs(n)] == sorted(set(EVERY) - set(PLUGINS))
+    assert not [n for n in found if figures.is_per_run(n) and figures.is_of_codecs(n)]
 
 
 def test_the_module_says_what_it_reads_and_is_called_as_its_file(either, tables):
@@ -120,7 +124,7 @@ def test_the_module_says_what_it_reads_and_is_called_as_its_file(either, tables)
     named = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"\(([^)]*)\)", module.COLUMNS))))
     assert named
     assert named <= every
-    assert set(re.findall(r"\b(runs|steps|evals|transfers|spans) \(", module.COLUMNS)) == required
+    assert set(re.findall(r"\b(runs|steps|evals|transfers|spans|rate_distortion) \(", module.COLUMNS)) == required
     assert "spans" not in required or either.name not in PLUGINS, "an experiment's tables have no spans"
 
 
@@ -152,11 +156,29 @@ def test_every_axis_is_labelled_and_nothing_is_clipped_or_overlaps(either):
 
 
 def test_the_caption_of_a_figure_of_one_run_names_the_run():
-    for name in sorted(set(EVERY) - set(PLUGINS)):
+    for name in sorted(name for name in EVERY if EVERY[name].parameters.get("per_run")):
         whole = whole_of(name)
         caption = caption_of(whole)
         assert re.search(r"Experiment run, part run\. Source: tables? \w+ \(", caption)
         assert synthetic.spec_of(*RUN).run_id in " ".join(words(whole))
+
+
+def test_the_figure_of_codecs_has_a_panel_a_model_and_kind_and_says_what_is_not_drawn():
+    whole = whole_of("rate_distortion")
+    assert [ax.get_title() for ax in whole.axes] == [
+        f"{source}: {kind}" for source in ("gpt2", "resnet") for kind in ("activations", "activation gradients")
+    ]
+    assert set(legend_of(whole)) == {"fixpoint", "grid", "delta(fixpoint)", "relu(fixpoint)"}
+    assert "Exact compressors are not drawn" in caption_of(whole)
+    (line,) = [line for line in whole.axes[0].get_lines() if line.get_label() == "fixpoint"]
+    elements = [4096 << boundary for boundary in range(3)]
+    header = 3 * 512 / sum(elements)
+    assert list(line.get_xdata()) == pytest.approx([bits + header for bits in (2, 4, 8)])
+    looks = {name: (entry.get_color(), entry.get_marker()) for name, entry in legend_of(whole).items()}
+    assert looks["fixpoint"] == looks["delta(fixpoint)"] == looks["relu(fixpoint)"] != looks["grid"]
+    exact = synthetic.measured().query("curve == 'none'")
+    with pytest.raises(UserError, match="nothing to draw for rate_distortion: it needs"):
+        EVERY["rate_distortion"].load().figures({"rate_distortion": exact})
 
 
 def test_nothing_overlaps_in_the_figure_of_a_small_experiment(make, tables):

@@ -26,6 +26,7 @@ ABOUT = {
     "spans": "One row a span: what a rank was busy with. Shards only; `phase` is one of "
     + ", ".join(f"`{phase}`" for phase in metrics.PHASES)
     + ".",
+    "rate_distortion": "One row a compressor and tensor, written by `thinpipe codecs measure` (codecs.md).",
 }
 BENCHMARK_KEYS = (
     "ratio_balanced",

@@ -98,7 +98,7 @@ def test_what_is_derived(text: str, bits: float, inner: str, used: set[str]) -> 
         ("delta(fixpoint:4, cache=delta(fixpoint:8))", 25, ["is a memory, and a codec is needed here"]),
         ("delta(fixpoint:4, cache=bf61)", 25, ["unknown codec 'bf61'", "fp32"]),
         ("delta(fixpoint:4, cache=fixpoint:9)", 25, ["out of range"]),
-        ("delta(fixpoint:4, key=batch)", 23, ["cannot be 'batch'", "sample"]),
+        ("delta(fixpoint:4, key=patch)", 23, ["cannot be 'patch'", "sample"]),
         ("delta(fixpoint:4, chache=bf16)", 26, ["no option 'chache'", "Did you mean 'cache'"]),
         ("fixpoint:4)", 11, ["unexpected ')'"]),
         ("fixpoint:4 x", 12, ["unexpected 'x'"]),

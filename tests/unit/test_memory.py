@@ -95,12 +95,22 @@ def test_long_runs_keep_many_spans():
         "delta(fixpoint:2, cache=none)",
         "delta(fixpoint:2, cache=fixpoint:8)",
         "delta(fixpoint:2, cache=fixpoint:3)",
+        "delta(fixpoint:2, cache=fixpoint:3(rounding=stochastic))",
+        "delta(fixpoint:4, store=disk)",
+        "delta(fixpoint:4, key=slot)",
+        "delta(fixpoint:4, key=batch, store=disk)",
+        "ef(fixpoint:4)",
+        "ef(fixpoint:4, key=sample, cache=bf16, store=disk)",
+        "ef21(fixpoint:4)",
+        "ef21(fixpoint:4, key=batch)",
+        "ef-mixed(fixpoint:4, key=slot, store=disk)",
     ],
 )
-def test_a_cached_row_is_as_long_as_the_memory_says(text):
+def test_a_memory_keeps_as_much_as_it_says(text):
     built = grammar.build(text)
-    expected = built.state_bytes(1, (1, 64, 128)) if hasattr(built, "state_bytes") else 0
-    assert memory.row_bytes(text, (64, 128)) == expected
+    for samples, shape, microbatches in ((1, (1, 64, 128), 1), (100, (4, 64, 128), 3), (100, (4, 64, 128), 8)):
+        expected = built.state_bytes(samples, shape, microbatches) if hasattr(built, "state_bytes") else 0
+        assert memory.state_bytes(text, samples, shape, microbatches) == expected
 
 
 def test_caches_are_counted_at_both_ends_of_the_boundaries_that_have_them():
@@ -112,8 +122,17 @@ def test_caches_are_counted_at_both_ends_of_the_boundaries_that_have_them():
     assert of(memory.predict(groups, 100), "caches") == [50 * 64 * 128 * 2] * 4
     timing = spec(measure="timing", timing={"batches": 2}, compression=every)
     assert of(memory.predict(timing, 1000), "caches") == [2 * 16 * 64 * 128 * 2] * 2
+    slots = spec(compression={"forward": "delta(fixpoint:4, key=slot)"}, pipeline={"microbatches": 2})
+    assert of(memory.predict(slots, 100), "caches") == [spec().train.batch_size * 64 * 128 * 2] * 2
     variants = spec(task={"augment": "variant", "variants": 3}, compression=every)
     assert of(memory.predict(variants, 100), "caches") == [3 * 100 * 64 * 128 * 2] * 2
+
+
+def test_what_only_the_sender_keeps_is_counted_there():
+    both = {"forward": "ef(fixpoint:4, key=sample)", "backward": "ef(fixpoint:4, key=batch)"}
+    row = 64 * 128 * 4
+    found = memory.predict(spec(pipeline={"stages": 3}, compression=both), 100)
+    assert of(found, "caches") == [100 * row, 101 * row, row]
 
 
 # --- torch's schedules ---

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from thinpipe.harness.compression.base import Codec, Context
-from thinpipe.harness.compression.kernels import cpu, reference
+from thinpipe.harness.compression.kernels import cpu, cuda, reference
 from thinpipe.harness.compression.kernels.layout import Grid, layout
 from thinpipe.harness.compression.tensors import dense, own_decoding, relative_error
 
@@ -94,7 +94,7 @@ class FixedPoint(Codec):
         if x.is_cpu:
             total = cpu.encode(x.numpy(), where, self.grid, self._key(ctx), out.numpy())
         else:
-            total = reference.encode(x, where, self.grid, self._key(ctx), out)
+            total = cuda.encode(x, where, self.grid, self._key(ctx), out)
         if self.diagnose:
             self.diagnostics = self._diagnose(x, ctx, out[:total])
         return total
@@ -104,7 +104,7 @@ class FixedPoint(Codec):
         if out.is_cpu:
             cpu.decode(payload.numpy(), where, self.grid, out.numpy())
         else:
-            reference.decode(payload, where, self.grid, out)
+            cuda.decode(payload, where, self.grid, out)
         return out
 
     def encode_change(  # noqa: PLR0917 - as many as the kernel takes

@@ -19,8 +19,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from thinpipe.harness.compression.kernels.layout import BF16_MAX, SAFE, TINY
 
@@ -89,6 +90,37 @@ def _bf16(value):
 # ---- packing: a group is 8 codes in a 64-bit word, first code in its lowest byte --------------------------------
 
 
+@intrinsic
+def _load(typing: Any, source: Any, at: Any) -> Any:
+    """source[at : at + 8] as a word, first byte lowest; not checked, and of any alignment."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
+        return builder.load(place, align=1)
+
+    return types.uint64(source, types.intp), generate
+
+
+@intrinsic
+def _save(typing: Any, target: Any, at: Any, word: Any) -> Any:
+    """The inverse of _load."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
+        builder.store(values[2], place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, types.uint64), generate
+
+
+@intrinsic
+def _turn(typing: Any, word: Any) -> Any:
+    """The bytes of a word in the opposite order."""
+    return types.uint64(types.uint64), lambda context, builder, signature, values: builder.bswap(values[0])
+
+
 @_jit
 def _squeeze(word, bits):
     """The low `bits` of a group's 8 bytes as one number of 8 bits*bits, first code on top."""
@@ -128,7 +160,7 @@ def _get(count, source):
 
 @_jit
 def _pack(codes, groups, bits, out):
-    """`groups` full groups of `codes` into groups*bits bytes; `out` may be longer."""
+    """`groups` full groups of `codes`, worked in, into groups*bits bytes; `out` may be longer."""
     if bits == 8:
         for i in range(8 * groups):
             out[i] = codes[i]
@@ -149,12 +181,15 @@ def _pack(codes, groups, bits, out):
     else:
         words = codes.view(np.uint64)
         shift = _U64(64 - 8 * bits)
+        # Two loops: this one vectorises, the next cannot.
+        for i in range(groups):
+            words[i] = _turn(_squeeze(words[i], bits) << shift)
         whole = min(groups, max(0, (out.size - 8) // bits + 1))
         for i in range(whole):
             # Eight bytes at once; those past the group are overwritten by the next one.
-            _put(_squeeze(words[i], bits) << shift, 8, out[i * bits :])
+            _save(out, i * bits, words[i])
         for i in range(whole, groups):
-            _put(_squeeze(words[i], bits) << shift, bits, out[i * bits :])
+            _put(_turn(words[i]), bits, out[i * bits :])
 
 
 @_jit
@@ -183,9 +218,11 @@ def _unpack(source, groups, bits, codes):
         shift = _U64(64 - 8 * bits)
         whole = min(groups, max(0, (source.size - 8) // bits + 1))
         for i in range(whole):
-            words[i] = _spread(_get(8, source[i * bits :]) >> shift, bits)
+            words[i] = _load(source, i * bits)
         for i in range(whole, groups):
-            words[i] = _spread(_get(bits, source[i * bits :]) >> shift, bits)
+            words[i] = _turn(_get(bits, source[i * bits :]))
+        for i in range(groups):
+            words[i] = _spread(_turn(words[i]) >> shift, bits)
 
 
 # ---- flat loops over a block ------------------------------------------------------------------------------------

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
-from thinpipe.harness.compression.base import Codec, Context, Memory
+from thinpipe.harness.compression import keys
+from thinpipe.harness.compression.base import Codec, Context
 from thinpipe.harness.compression.kernels.layout import SAFE
-from thinpipe.harness.compression.rows import CastRows, CodeRows, Rows
+from thinpipe.harness.compression.keys import Key
+from thinpipe.harness.compression.row_memory import RowMemory, encode_part, length_bytes, part_length
+from thinpipe.harness.compression.rows import CastRows
 from thinpipe.harness.compression.tensors import dense, own_decoding, relative_error, require_finite
-from thinpipe.harness.errors import CodecError, DivergedError, UserError
+from thinpipe.harness.errors import CodecError, DivergedError
 
 VERSION = 1
 SUMMARY = "the change since the sample's last visit; the first visit in full"
@@ -27,7 +31,8 @@ PARAMETERS = {
         "default": "bf16",
     },
     "first": {"type": "codec", "default": "none"},
-    "key": {"type": "word", "choices": ["sample"], "default": "sample"},
+    "key": {"type": "word", "choices": ["sample", "slot", "batch"], "default": "sample"},
+    "store": {"type": "word", "choices": ["ram", "disk"], "default": "ram"},
 }
 # The error of a first visit, in full by default, is what one message may show; later ones are bounded by what the
 # codec makes of the change, at most twice the largest value here.
@@ -43,6 +48,9 @@ CONTRACT = {
         "change": 0.063,
     },
     "delta(bf16, first=bf16)": {"relative": 0.003907, "absolute": 0.0, "change": 0.003907},
+    "delta(grid:1.0, first=grid:0.05)": {"absolute": 0.0252, "change": 0.503},
+    "delta(fixpoint:2, key=slot)": {"change": 0.504},
+    "delta(fixpoint:2, key=batch)": {"change": 0.504},
     "delta(fixpoint:4(scale=token), first=fixpoint:8)": {
         "relative": 0.0,
         "absolute": 0.00788,
@@ -51,19 +59,25 @@ CONTRACT = {
 }
 
 
-class Delta(Memory):
+#: Identities and their rows, to be put.
+_Prepared = tuple[Sequence[int], torch.Tensor]
+
+
+class Delta(RowMemory):
     """Both ends hold m, what they last made of each sample, and the sender codes x - m.
 
         first visit of a sample: payload by `first`;  later: payload of codec(x - m)
         value used downstream = m + decoded change (float32);  m = that value in the cache's format
 
     Payload: the message's unseen rows by `first`, then its seen rows by the codec, each in the message's order; which
-    are which both ends know, per sample and not per epoch. m follows decoded values only, so it is equal at both ends.
-    A sample that comes twice in one message is coded both times against m as it was before the message, and what was
-    decoded for its last occurrence stays. Nothing changes when `encode` or `decode` raises.
+    are which both ends know, per sample and not per epoch. Where `first` has no fixed length, 4 bytes before its part
+    say how long it is. m follows decoded values only, so it is equal at both ends. A sample that comes twice in one
+    message is coded both times against m as it was before the message, and what was decoded for its last occurrence
+    stays. Nothing of the rows changes when `encode` or `decode` raises.
 
     cache: bf16 (cannot overflow where float32 does not, save its last half step), fp16, fp32, or a codec, which then
-    keeps each row as a message of one sample. capacity: samples there will be, None where that is not known.
+    keeps each row as a message of one sample. key: whose m a row is coded against (keys.py); with batch that is the
+    mean of what was decoded for the last message's rows. first: None has unseen rows coded as changes from zero.
     """
 
     state: ClassVar[Literal["none", "shared", "sender"]] = "shared"
@@ -71,124 +85,130 @@ class Delta(Memory):
     def __init__(
         self,
         codec: Codec,
+        *,
         cache: str | Codec = "bf16",
         first: Codec | None = None,
-        key: str = "sample",
+        key: Key = "sample",
+        store: str = "ram",
         capacity: int | None = None,
+        folder: Path | None = None,
     ) -> None:
-        assert key == "sample"
-        assert first is not None
-        self.codec: Any = codec
+        super().__init__(
+            codec, cache=cache, key=key, store=store, capacity=capacity, folder=folder,
+            besides=() if first is None else (first,),
+        )  # fmt: skip
         self.first = first
-        self.rows: Rows = CastRows(capacity, cache) if isinstance(cache, str) else CodeRows(capacity, cache)
         # The codec may form, code and add the change in one go, on bf16 rows.
-        self._fuses = cache == "bf16" and hasattr(codec, "encode_change")
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._fuses = cache == "bf16" and key != "batch" and hasattr(codec, "encode_change")
         self._max_bytes: dict[tuple[int, ...], int] = {}
-        self.diagnostics: dict[str, float] = {}
-        if first.num_bytes((1, 8)) is None:
-            raise UserError(
-                f"first={first.name} has no fixed length; the receiver could not tell where the rest begins"
-            )
 
-    def encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor) -> int:
-        x = dense(x, ctx)
-        fresh, known = self._split(ctx)
+    def _encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor | None) -> int:
+        ids = self._begin(ctx)
+        if self._stateful:
+            # One codec must not have moved when the other one, of the rest of the rows, finds this out.
+            require_finite(x)
+        fresh, known = self._split(ids)
         head = tail = 0
         first = change = None
         if fresh:
-            part = _part(ctx, fresh)
-            head = self.first.encode(_pick(x, fresh), part, out)
-            first = own_decoding(self.first, out[:head], part)
-        kept = self._prepare(first, fresh, ctx)
-        if known:
-            tail, change = self._encode_known(x, known, ctx, out[head:])
-        moved = self._prepare(change, known, ctx)
+            head, first = self._encode_first(_pick(x, fresh), _part(ctx, fresh), out)
+        kept = self._prepare(first, fresh, ids, ctx)
+        if known or not ids:
+            tail, change = self._encode_known(x, known, ids, ctx, out[head:], plain=decoded is not None)
+        moved = self._prepare(change, known, ids, ctx)
         if self.diagnose:
             self.diagnostics = self._diagnosis(x, (fresh, first), (known, change))
-        self._keep(ctx, fresh, kept)
-        self._keep(ctx, known, moved)
+        for index, values in ((fresh, first), (known, change)):
+            if decoded is not None and values is not None:
+                _place(decoded, index, values)
+        self._keep(ids, (kept, moved), ctx)
         return head + tail
 
     def decode(self, payload: torch.Tensor, ctx: Context, out: torch.Tensor) -> torch.Tensor:
-        fresh, known = self._split(ctx)
-        head = (self.first.num_bytes((len(fresh), *ctx.shape[1:])) or 0) if fresh else 0
-        if payload.numel() < head or (payload.numel() > head and not known):
-            raise CodecError(f"the payload is malformed: {payload.numel()} B where {head} B are due for first visits")
+        ids = self._begin(ctx)
+        fresh, known = self._split(ids)
+        start, stop = self._first_part(payload, len(fresh), bool(known), ctx)
         first = change = None
         if fresh:
+            assert self.first is not None
             part = _part(ctx, fresh)
-            first = self.first.decode(payload[:head], part, torch.empty(part.shape, device=out.device))
-        kept = self._prepare(first, fresh, ctx)
-        if known:
-            change = self._decode_known(payload[head:], known, ctx, out)
-        moved = self._prepare(change, known, ctx)
+            first = self.first.decode(payload[start:stop], part, torch.empty(part.shape, device=out.device))
+        kept = self._prepare(first, fresh, ids, ctx)
+        if known or not ids:
+            change = self._decode_known(payload[stop:], known, ids, ctx, out)
+        moved = self._prepare(change, known, ids, ctx)
         for index, values in ((fresh, first), (known, change)):
             if values is not None:
                 _place(out, index, values)
-        self._keep(ctx, fresh, kept)
-        self._keep(ctx, known, moved)
+        self._keep(ids, (kept, moved), ctx)
         return out
 
     def observe(self, decoded: torch.Tensor, ctx: Context) -> None:
-        self._split(ctx)
-        every = list(range(ctx.shape[0]))
+        ids = self._begin(ctx)
         values = dense(decoded, ctx)
         require_finite(values)
-        self._keep(ctx, every, self.rows.prepare(values, ctx))
+        self._keep(ids, (self._prepare(values if ids else None, range(len(ids)), ids, ctx),), ctx)
 
     def max_bytes(self, shape: tuple[int, ...]) -> int:
         if shape not in self._max_bytes:
             count, rest = shape[0], shape[1:]
-            self._max_bytes[shape] = max(
-                self.first.max_bytes((new, *rest)) + self.codec.max_bytes((count - new, *rest))
-                for new in range(count + 1)
-            )
+            most = self.codec.max_bytes(shape)
+            if self.first is not None:
+                for new in range(1, count + 1):
+                    first = length_bytes(self.first, (new, *rest)) + self.first.max_bytes((new, *rest))
+                    most = max(most, first + (self.codec.max_bytes((count - new, *rest)) if new < count else 0))
+            self._max_bytes[shape] = most
         return self._max_bytes[shape]
 
-    def state_bytes(self, num_samples: int, shape: tuple[int, ...]) -> int:
-        """num_samples x bytes of a row: 2 or 4 an element, or codec.num_bytes of one sample (scales included)."""
-        return num_samples * self.rows.row_bytes(tuple(shape[1:]))
+    def num_bytes(self, shape: tuple[int, ...]) -> int | None:
+        return self.codec.num_bytes(shape) if self.first is None else None
 
-    def digest(self) -> int:
-        return self.rows.digest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows.load_state_dict(state)
-
-    def _split(self, ctx: Context) -> tuple[list[int], list[int]]:
-        """Which rows of the message come for the first time, and which have been here."""
-        if not ctx.training:
-            raise CodecError(
-                f"{self.name} was used in evaluation, where memories are never touched; use {self.codec.name}"
-            )
-        if len(ctx.sample_ids) != ctx.shape[0]:
-            raise CodecError(f"{self.name} needs one sample id a row: {len(ctx.sample_ids)} for {ctx.shape[0]} rows")
-        self.rows.require_room(ctx.sample_ids, ctx.shape[1:])
-        known = [i for i, sample in enumerate(ctx.sample_ids) if sample in self.rows]
-        if len(known) == ctx.shape[0]:
+    def _split(self, ids: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """Which rows of the message come for the first time, and which are coded as changes."""
+        every = list(range(len(ids)))
+        if self.first is None:
+            return [], every
+        known = [i for i in every if ids[i] in self.rows]
+        if len(known) == len(ids):
             return [], known
         seen = set(known)
-        return [i for i in range(ctx.shape[0]) if i not in seen], known
+        return [i for i in every if i not in seen], known
+
+    def _encode_first(self, x: torch.Tensor, part: Context, out: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Code rows met for the first time. Returns (bytes, their values)."""
+        assert self.first is not None
+        start, stop = encode_part(self.first, x, part, out)
+        return stop, own_decoding(self.first, out[start:stop], part)
+
+    def _first_part(self, payload: torch.Tensor, count: int, more: bool, ctx: Context) -> tuple[int, int]:
+        """Where the part of the first visits lies in the payload. CodecError where it cannot."""
+        if not count:
+            return 0, 0
+        assert self.first is not None
+        shape = (count, *ctx.shape[1:])
+        start = length_bytes(self.first, shape)
+        stop = start + part_length(self.first, payload, shape)
+        if payload.numel() > stop and not more:
+            raise CodecError(f"the payload is malformed: {payload.numel()} B where {stop} B are due for first visits")
+        return start, stop
 
     def _encode_known(
-        self, x: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
+        self, x: torch.Tensor, known: list[int], ids: tuple[int, ...], ctx: Context, out: torch.Tensor, *, plain: bool
     ) -> tuple[int, torch.Tensor | None]:
-        """Code the seen rows. Returns (length, their values or None where the rows moved in place)."""
-        part = _part(ctx, known)
+        """Code the seen rows. Returns (length, their values), or None for these where the rows moved in place: not if
+        `plain`."""
+        part, mine = _part(ctx, known), _part_of(ids, known)
         try:
-            rows = self._rows_in_place(part, x.device)
-            if rows is not None and not self.diagnose:
-                slots = np.array(rows.where(part.sample_ids), np.int64)
+            rows = None if plain or self.diagnose else self._rows_in_place(mine, part, x.device)
+            if rows is not None:
+                slots = np.array(rows.where(mine), np.int64)
                 index, flat = np.array(known, np.int64), x.view(len(x), -1).numpy()
                 done = self.codec.encode_change(flat, index, rows.patterns, slots, part, out.numpy())
                 if done is not None:
                     rows.largest = max(rows.largest, done[1])
+                    rows.touched(mine)
                     return done[0], None
-            m = self.rows.load(part.sample_ids, self._scratch("m", part.shape, x.device))
+            m = self.rows.load(mine, ctx, self._scratch("m", part.shape, x.device))
             change = torch.sub(_pick(x, known), m, out=self._scratch("change", part.shape, x.device))
             self.codec.diagnose = self.diagnose
             total = self.codec.encode(change, part, out)
@@ -196,53 +216,55 @@ class Delta(Memory):
             require_finite(x)
             raise CodecError(f"{self.name}: the change of a finite value is not finite") from None
         if self.diagnose:
-            self.codec.diagnostics["mean_abs_change"] = change.abs().mean().item()
+            self.codec.diagnostics["mean_abs_change"] = change.abs().mean().item() if known else 0.0
         return total, m.add_(own_decoding(self.codec, out[:total], part, change))
 
     def _decode_known(
-        self, payload: torch.Tensor, known: list[int], ctx: Context, out: torch.Tensor
+        self, payload: torch.Tensor, known: list[int], ids: tuple[int, ...], ctx: Context, out: torch.Tensor
     ) -> torch.Tensor | None:
         """Decode the seen rows. Returns their values, or None where `out` has them and the rows moved in place."""
-        part = _part(ctx, known)
-        rows = self._rows_in_place(part, out.device)
+        part, mine = _part(ctx, known), _part_of(ids, known)
+        rows = self._rows_in_place(mine, part, out.device)
         if rows is not None:
             whole = len(known) == ctx.shape[0]
             target = out if whole else torch.empty(part.shape)
-            slots = np.array(rows.where(part.sample_ids), np.int64)
+            slots = np.array(rows.where(mine), np.int64)
             flat = target.view(len(known), -1).numpy()
             largest = self.codec.decode_change(payload.numpy(), rows.patterns, slots, part, flat)
             if largest is not None:
                 rows.largest = max(rows.largest, largest)
+                rows.touched(mine)
                 if not whole:
                     _place(out, known, target)
                 return None
         change = own_decoding(self.codec, payload, part, self._scratch("change", part.shape, out.device))
-        return self.rows.load(part.sample_ids, self._scratch("m", part.shape, out.device)).add_(change)
+        return self.rows.load(mine, ctx, self._scratch("m", part.shape, out.device)).add_(change)
 
-    def _rows_in_place(self, part: Context, device: torch.device) -> CastRows | None:
-        """The rows where codec and cache allow them to be moved in place: nothing can overflow, no sample twice."""
+    def _rows_in_place(self, mine: Sequence[int], part: Context, device: torch.device) -> CastRows | None:
+        """The rows where codec and cache allow them to be moved in place: nothing can overflow, none comes twice."""
         rows = self.rows
-        if not self._fuses or device.type != "cpu" or len(set(part.sample_ids)) < len(part.sample_ids):
+        if not self._fuses or device.type != "cpu" or not mine or len(set(mine)) < len(mine):
             return None
         assert isinstance(rows, CastRows)
-        return rows if rows.largest < SAFE and part.shape[1:] == rows.shape else None
+        met = self.first is not None or all(one in rows for one in mine)
+        return rows if met and rows.largest < SAFE and part.shape[1:] == rows.shape else None
 
-    def _scratch(self, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """A buffer kept from message to message: a fresh one costs more than what is done in it."""
-        if name not in self._buffers or self._buffers[name].shape != shape:
-            self._buffers[name] = torch.empty(shape, device=device)
-        return self._buffers[name]
+    def _prepare(
+        self, values: torch.Tensor | None, index: Sequence[int], ids: tuple[int, ...], ctx: Context
+    ) -> _Prepared | None:
+        """What is to be kept of the message's rows `index`; None: they were moved in place already."""
+        if values is None or not index:
+            return None
+        mine = _part_of(ids, index)
+        if self.key == "batch":
+            mine, values = mine[:1], keys.mean(values)
+        return mine, self.rows.prepare(values, mine, ctx)
 
-    def _prepare(self, values: torch.Tensor | None, index: Sequence[int], ctx: Context) -> torch.Tensor | None:
-        return None if values is None else self.rows.prepare(values, _part(ctx, index))
-
-    def _keep(self, ctx: Context, index: Sequence[int], rows: torch.Tensor | None) -> None:
-        """Store prepared rows of the message's samples `index`; None: they were moved in place already."""
-        samples = [ctx.sample_ids[i] for i in index]
-        if rows is None:
-            self.rows.touched(samples)
-        else:
-            self.rows.put(samples, rows, ctx.shape[1:])
+    def _keep(self, ids: tuple[int, ...], parts: Sequence[_Prepared | None], ctx: Context) -> None:
+        for prepared in parts:
+            if prepared is not None:
+                self.rows.put(*prepared, ctx)
+        self._end(ids)
 
     def _diagnosis(
         self,
@@ -264,6 +286,10 @@ class Delta(Memory):
 def _part(ctx: Context, index: Sequence[int]) -> Context:
     """The context of these rows; itself where they are all of them."""
     return ctx if len(index) == ctx.shape[0] else ctx.rows(list(index))
+
+
+def _part_of(ids: tuple[int, ...], index: Sequence[int]) -> Sequence[int]:
+    return ids if len(index) == len(ids) else [ids[i] for i in index]
 
 
 def _pick(x: torch.Tensor, index: list[int]) -> torch.Tensor:
