@@ -57,7 +57,8 @@ format: setup
 	$(BIN)/ruff format --quiet .
 
 bench: setup
-	@for name in codec pipeline_vs_stock run_overhead; do $(BIN)/python bench/$$name.py --json || exit 1; done
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	@for name in codec pipeline_vs_stock run_overhead bytes_at_equal_loss; do $(BIN)/python bench/$$name.py --json || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .lint .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,11 @@ Headline (0.5 and 16 MB float32, one scale a channel, buffers given; the worse o
     vs_reference       fixpoint:4 encode + decode: time of reference.py / ours               at least 8
     vs_memcpy          fixpoint:4 encode + decode: ours / np.copyto of the tensor            at most 6
     channel_vs_memcpy  the same with frame and hash: encode, seal, unseal, decode
+    codecs             by text: encode_decode_vs_memcpy (the worse of the two sizes), encode_vs_memcpy, melem_per_s
+                       (encode + decode, 16 MB), and vs_bitsandbytes: ours / theirs, for those that have a peer there
+                       (block-wise 8 bits, NF4), null else; vs_torch_topk: topk's encode / torch.topk. Aims: fixpoint
+                       and blockwise at 2, 3, 4, 6, 8 bits at most 4, delta(fixpoint:4) at most 8, topk:0.1's encode at
+                       most 10, grid:2.4 (1 bit an element of normal data) at least 80 M elements/s
 Detail: every width, by scale, rounding, delta, and `vs_torch_nibbles`: a hand-written 4-bit torch version without the
 reference's bit matrix, the fairest opponent that stays in torch. Each number is a median over repeats, interleaved
 with a memcpy.
@@ -28,15 +33,19 @@ import torch
 from thinpipe.harness import frame
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Compressor, Context
-from thinpipe.harness.compression.kernels import cpu, reference
+from thinpipe.harness.compression.kernels import reference
 from thinpipe.harness.compression.kernels.layout import Grid, layout
+from thinpipe.harness.compression.warm_up import warm_up
 
 SHAPES = {"0.5MB": (4, 64, 512), "16MB": (4, 1024, 1024)}
 TEXTS = [
     *(f"fixpoint:{bits}" for bits in range(1, 9)),
     "fixpoint:4(scale=token)", "fixpoint:4(scale=tensor)", "fixpoint:4(rounding=stochastic)",
+    *(f"blockwise:{bits}" for bits in (2, 3, 4, 6, 8)), "blockwise:4(form=affine)", "minmax:4", "nf4", "mxfp4", "fp8",
+    "topk:0.1", "topk:0.1(by=token)", "topk:0.1(values=blockwise:4)", "randk:0.1", "grid:2.4", "grid:0.5",
+    "hadamard(blockwise:4)", "kmeans:4", "lowrank:4", "lossless:zstd", "lossless:bf16",
     "fixpoint:4(preset=acsgd)", "delta(fixpoint:4)", "delta(fixpoint:2)", "delta(fixpoint:2, cache=fixpoint:8)",
-    "none", "bf16", "fp16",
+    "ef(topk:0.1)", "delta(grid:0.5)", "none", "bf16", "fp16",
 ]  # fmt: skip
 
 
@@ -87,6 +96,36 @@ def plain_torch(x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]
     return encode, decode
 
 
+def torch_topk(x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The values and places of a tenth of each sample, without coding them; and nothing to decode."""
+    flat = x.view(x.shape[0], -1)
+    k = flat.shape[1] // 10
+
+    def encode() -> None:
+        torch.topk(flat.abs(), k, dim=1, sorted=False)
+
+    return encode, lambda: None
+
+
+def bitsandbytes_peers(x: torch.Tensor) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """Its CPU quantisers by the text of ours that they are peers of; {} where it is not installed."""
+    try:
+        import bitsandbytes.functional as peers
+    except ImportError:
+        return {}
+    coded, state = peers.quantize_blockwise(x, blocksize=64)
+    coded4, state4 = peers.quantize_4bit(x, blocksize=64, quant_type="nf4")
+    return {
+        "blockwise:8": (
+            lambda: peers.quantize_blockwise(x, blocksize=64), lambda: peers.dequantize_blockwise(coded, state)
+        ),
+        "nf4": (
+            lambda: peers.quantize_4bit(x, blocksize=64, quant_type="nf4"),
+            lambda: peers.dequantize_4bit(coded4, state4),
+        ),
+    }  # fmt: skip
+
+
 def torch_nibbles(x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
     """4 bits in torch with as few passes as it takes: no bit matrix, in-place where that helps."""
     flat = x.view(-1, x.shape[-1])
@@ -131,17 +170,21 @@ def measure(shape: tuple[int, ...], repeats: int) -> dict[str, dict[str, float]]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     source, target = x.numpy(), np.zeros(shape, np.float32)
     rows: dict[str, dict[str, float]] = {}
-    for name in ("reference", "torch_nibbles", *TEXTS):
+    peers = {f"bitsandbytes {text}": pair for text, pair in bitsandbytes_peers(x).items()}
+    peers |= {"reference": plain_torch(x), "torch_nibbles": torch_nibbles(x), "torch.topk": torch_topk(x)}
+    for name in (*peers, *TEXTS):
         actions: dict[str, Callable[[], None]] = {"memcpy": lambda: np.copyto(target, source)}
         if name in TEXTS:
             case = Case(name, x)
             actions |= {"encode": case.encode, "decode": case.decode, "channel": case.channel}
         else:
-            actions["encode"], actions["decode"] = (plain_torch if name == "reference" else torch_nibbles)(x)
+            actions["encode"], actions["decode"] = peers[name]
         found = medians(actions, repeats)
         copy, both = found["memcpy"], found["encode"] + found["decode"]
         rows[name] = {f"{action}_us": seconds * 1e6 for action, seconds in found.items()}
         rows[name]["vs_memcpy"] = both / copy
+        rows[name]["encode_vs_memcpy"] = found["encode"] / copy
+        rows[name]["melem_per_s"] = x.numel() / both / 1e6
         if name in TEXTS:
             rows[name]["channel_vs_memcpy"] = found["channel"] / copy
     return rows
@@ -155,7 +198,7 @@ def main() -> None:
     if options.repeats < 10:
         parser.error("--repeats must be at least 10")
     torch.set_num_threads(1)
-    warm = cpu.warm_up()
+    warm = warm_up(TEXTS)
     sizes = {label: measure(shape, options.repeats) for label, shape in SHAPES.items()}
     speedup = {
         opponent: min(both_us(rows[opponent]) / both_us(rows["fixpoint:4"]) for rows in sizes.values())
@@ -166,11 +209,30 @@ def main() -> None:
         "vs_memcpy": max(rows["fixpoint:4"]["vs_memcpy"] for rows in sizes.values()),
         "channel_vs_memcpy": max(rows["fixpoint:4"]["channel_vs_memcpy"] for rows in sizes.values()),
         "vs_torch_nibbles": speedup["torch_nibbles"],
+        "codecs": {text: summary(text, sizes) for text in TEXTS},
         "warm_up_s": warm,
         "repeats": options.repeats,
         "sizes": sizes,
     }
     print(json.dumps(result, indent=2) if options.json else as_text(result))
+
+
+def summary(text: str, sizes: dict[str, dict[str, dict[str, float]]]) -> dict[str, float | None]:
+    """What is shown of one compressor; ratios to a peer are medians of both, in the same run."""
+    worst = {key: max(rows[text][key] for rows in sizes.values()) for key in ("vs_memcpy", "encode_vs_memcpy")}
+    found: dict[str, float | None] = {
+        "encode_decode_vs_memcpy": worst["vs_memcpy"],
+        "encode_vs_memcpy": worst["encode_vs_memcpy"],
+        "melem_per_s": sizes["16MB"][text]["melem_per_s"],
+        "vs_bitsandbytes": None,
+    }
+    peer = f"bitsandbytes {text}"
+    if all(peer in rows for rows in sizes.values()):
+        found["vs_bitsandbytes"] = max(both_us(rows[text]) / both_us(rows[peer]) for rows in sizes.values())
+    if text == "topk:0.1":
+        ratios = [rows[text]["encode_us"] / rows["torch.topk"]["encode_us"] for rows in sizes.values()]
+        found["vs_torch_topk"] = max(ratios)
+    return found
 
 
 def both_us(row: dict[str, float]) -> float:

@@ -1,8 +1,8 @@
 """Real boundary tensors to measure compressors on: of a short training, or of a file.
 
-A model family is trained for a few steps as four stages, one after the other in this process, by the project's own
-modules, data, loss, division and clipping of gradients, and optimizer. What crosses its boundaries in the last epochs
-is kept, message by message, with the samples of each: so a memory meets the samples again as it would in a run.
+A model family is trained for a few steps as four stages, one after the other in this process (emulate.py). What
+crosses its boundaries in the last epochs is kept, message by message, with the samples of each: so a memory meets the
+samples again as it would in a run.
 
     <cache>/captured/FAMILY-HASH.safetensors       activation.B, gradient.B (visits, messages, rows, ...), ids
 """
@@ -20,15 +20,12 @@ from typing import Any
 
 import torch
 
-from thinpipe.harness import plugins, shards, steps, train
+from thinpipe.harness import shards, steps
 from thinpipe.harness.cache import cache_folder
+from thinpipe.harness.compression.base import Context
 from thinpipe.harness.errors import DivergedError, UserError, near_miss
 from thinpipe.harness.experiment import expand
-from thinpipe.harness.gradients import Gradients, StageGradients
-from thinpipe.harness.models import _dropout
 from thinpipe.harness.models import base as models
-from thinpipe.harness.pipeline import partition
-from thinpipe.harness.recorder import Recorder
 from thinpipe.harness.spec import RunSpec
 
 # Part of a captured file's name: raise it when the same settings would give other tensors.
@@ -86,6 +83,7 @@ PRETRAINED: Mapping[str, dict[str, Any]] = {
         "task.tokenizer": "checkpoint",
         "task.vocab_size": 30522,
         "train.lr": 1e-4,
+        "train.epochs": 12,
     },
     "resnet": {**_COMMON, **_PICTURES, "model.preset": "resnet18", "task.corpus": "fashion-mnist"},
 }
@@ -192,76 +190,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _trained(spec: RunSpec) -> dict[str, torch.Tensor]:
     """Train; the tensors of a captured file."""
-    from thinpipe.harness import worker
+    from thinpipe.harness import emulate, worker
 
     data = worker.prepare(spec)
-    model = plugins.get("models", spec.model.name).load()
-    shape = models.resolve(spec.model, spec.task)
-    parts = partition.split(shape, spec.pipeline.stages, spec.pipeline.cuts)
-    torch.manual_seed(spec.seed)
-    stages = [model.build(spec.model, shape, part, seed=spec.seed).train() for part in parts]
-    named = [[(n, p) for n, p in stage.named_parameters() if p.requires_grad] for stage in stages]
-    own = [StageGradients(i, named[i], getattr(stage, "shared", {})) for i, stage in enumerate(stages)]
-    recorder = Recorder("", 0)
-    recorder.keep_spans = False
-    gradients = Gradients(own, spec.train, None, recorder)
-    optimizer = train.make_optimizer([pair for pairs in named for pair in pairs], spec)
     plan = steps.plan(spec, len(data.dataset.train), data.task.epoch_batches)
     epochs = plan[-1].epoch + 1
-    kept: dict[str, list[torch.Tensor]] = {}
-    for number, step in enumerate(plan):
-        recorder.step = number
-        batch = data.task.batch(data.dataset.train, step.batches[0][0], epoch=step.epoch)
-        for piece in _pieces(batch, spec.pipeline.microbatches):
-            _dropout.visit(piece["ids"], number)
-            crossed = _pass(stages, model.loss, piece)
-            if step.epoch >= epochs - VISITS:
-                crossed["ids"] = torch.tensor(piece["ids"])
-                for name, tensor in crossed.items():
-                    kept.setdefault(name, []).append(tensor)
-        gradients.finish(spec.pipeline.microbatches)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(number, len(plan), spec.train)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
     visits = min(VISITS, epochs)
+    kept: dict[str, list[torch.Tensor]] = {}
+
+    def watch(x: torch.Tensor, ctx: Context) -> None:
+        if plan[ctx.step // spec.train.accumulate].epoch < epochs - visits:
+            return
+        kind = "activation" if ctx.direction == "forward" else "gradient"
+        kept.setdefault(f"{kind}.{ctx.boundary}", []).append(x.detach().clone())
+        if ctx.direction == "forward" and ctx.boundary == 0:
+            kept.setdefault("ids", []).append(torch.tensor(ctx.sample_ids))
+
+    emulate.run(spec, watch=watch)
     return {name: torch.stack(found).unflatten(0, (visits, -1)) for name, found in kept.items()}
-
-
-def _pieces(batch: Any, count: int) -> list[dict[str, Any]]:
-    size = len(batch.ids) // count
-    side = {name: value.chunk(count) for name, value in batch.side.items()}
-    return [
-        {
-            "ids": batch.ids[i * size : (i + 1) * size],
-            "inputs": x,
-            "targets": y,
-            "side": {n: s[i] for n, s in side.items()},
-        }
-        for i, (x, y) in enumerate(zip(batch.inputs.chunk(count), batch.targets.chunk(count), strict=True))
-    ]
-
-
-def _pass(stages: Sequence[torch.nn.Module], loss: Any, piece: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """One micro-batch forward and backward, cut at each boundary as between ranks; what crossed, by name."""
-    x, ends = piece["inputs"], []
-    for stage in stages[:-1]:
-        y = stage(x, **piece["side"]).float()
-        x = y.detach().requires_grad_()
-        ends.append((y, x))
-    value = loss(stages[-1](x, **piece["side"]).float(), piece["targets"])
-    if not bool(torch.isfinite(value)):
-        raise DivergedError(f"the training loss became {float(value)}")
-    value.backward()
-    crossed = {}
-    for boundary, (y, x) in reversed(list(enumerate(ends))):
-        assert x.grad is not None
-        crossed[f"activation.{boundary}"], crossed[f"gradient.{boundary}"] = (
-            x.detach().contiguous(),
-            x.grad.contiguous(),
-        )
-        y.backward(x.grad)
-    return crossed
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

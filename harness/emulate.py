@@ -173,8 +173,8 @@ class _Pipeline:
             loss.backward()
             for boundary, (output, decoded) in zip(reversed(self.boundaries), reversed(crossing), strict=True):
                 assert decoded.grad is not None
-                at = (step, i, ids, "backward")
-                output.backward(self._cross(boundary, decoded.grad, regime, at, decoded.detach()))
+                gradient = self._cross(boundary, decoded.grad, regime, (step, i, ids, "backward"), decoded.detach())
+                output.backward(gradient)
         return losses
 
     def _cross(

@@ -1,9 +1,10 @@
 """Plug-ins are found, never imported, until one is used.
 
-A plug-in is one file; its name is the file's stem (with hyphens, for compressors). `VERSION` (int), `SUMMARY` (str), `SOURCE` (str) and
-`PARAMETERS` (dict; what is in it, each kind says) are literals at the top of the module, read from its syntax tree,
-so that listing and planning cost no import of torch. Third parties register modules under the entry-point
-groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`, `thinpipe.figures`.
+A plug-in is one file; its name is the file's stem (with hyphens for underscores, for compressors). `VERSION` (int),
+`SUMMARY` (str), `SOURCE` (str) and `PARAMETERS` (dict; what is in it, each kind says) are literals at the top of the
+module, read from its syntax tree, so that listing and planning cost no import of torch. Third parties register modules
+under the entry-point groups `thinpipe.codecs`, `thinpipe.memories`, `thinpipe.models`, `thinpipe.tasks`,
+`thinpipe.figures`.
 
 >>> find("codecs")["fixpoint"].version
 1

@@ -89,7 +89,9 @@ class RateControl:
         seen: Seen = {}
         for one in self.gather({meter.name: meter.take() for meter in self.meters}):
             seen |= one
-        steered = {name: Observation(n, square, sent, step) for name, (n, sent, square, step, _) in seen.items() if step}
+        steered = {
+            name: Observation(n, square, sent, step) for name, (n, sent, square, step, _) in seen.items() if step
+        }
         if not steered:
             return
         allowed = self.bits / 8 * sum(numbers[0] for numbers in seen.values())

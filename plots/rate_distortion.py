@@ -29,13 +29,16 @@ GAUSSIAN = 20 * np.log10(2)
 ENTRY_IN = 0.17
 # By the codec inside: kept apart under colour blindness by lightness and mark.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#8A6FB0", "#7A7A00", "#B5005A", "#56B4E9", "#E69F00")
-MARKERS = "osD^v<>ph*XPd8"
+MARKERS = "osD^v<>phdX*P8H"
 CODECS = (
     "none", "fixpoint", "blockwise", "grid", "topk", "minmax", "kmeans", "lowrank", "randk", "lossless", "fp8", "nf4",
     "mxfp4", "bf16", "fp16",
 )  # fmt: skip
-# By what is around it, or how it is told to work; the plain codec has a solid line.
-DASHES = ((5.0, 1.5), (1.5, 1.2), (6.0, 1.5, 1.5, 1.5), (3.0, 1.0), (8.0, 2.0), (4.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+# By what is around it, or how it is told to work: dashes and a mark; the plain codec has a solid line and its own mark.
+WAYS = (
+    ((5.0, 1.5), "o"), ((1.5, 1.2), "P"), ((6.0, 1.5, 1.5, 1.5), "X"), ((3.0, 1.0), "*"), ((8.0, 2.0), "d"),
+    ((4.0, 1.0, 1.0, 1.0, 1.0, 1.0), "8"), ((2.5, 2.5), "H"),
+)  # fmt: skip
 
 
 def figures(tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, Figure]]:
@@ -98,16 +101,14 @@ def _panel(ax: Axes, here: pd.DataFrame, looks: Mapping[str, Mapping[str, Any]])
 
 
 def _looks(found: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Colour and mark of each curve by its codec, dashes by what is around or inside; in legend order."""
+    """Colour of each curve by its codec, dashes and mark by what is around or inside it; in legend order."""
     pairs = sorted(set(zip(found["codec"], found["curve"], strict=True)), key=lambda pair: (_rank(pair[0]), pair))
     ways = sorted({way for codec, curve in pairs if (way := _way(codec, curve))})
     looks = {}
     for codec, curve in pairs:
         rank, way = _rank(codec), _way(codec, curve)
-        dashes = DASHES[ways.index(way) % len(DASHES)] if way else (None, None)
-        looks[curve] = {
-            "color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)], "dashes": dashes,
-        }  # fmt: skip
+        dashes, marker = WAYS[ways.index(way) % len(WAYS)] if way else ((None, None), MARKERS[rank % len(MARKERS)])
+        looks[curve] = {"color": COLOURS[rank % len(COLOURS)], "marker": marker, "dashes": dashes}
     return looks
 
 

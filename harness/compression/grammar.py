@@ -383,10 +383,10 @@ def _bits(node: _Compressor) -> float | None:
 def _estimate(node: _Compressor) -> float:
     if "FORMULA" in node.plugin.extra:
         return float(formula.evaluate(node.plugin.extra["FORMULA"], _names(node)))
+    if node.plugin.kind == "memories":
+        return _estimate(_codec(node)) * node.values.get("messages", 1)
     found = _bits(node)
-    if found is None or node.plugin.kind == "memories":
-        return _estimate(_codec(node)) if _codec(node) is not node else 32.0
-    return found
+    return 32.0 if found is None else found
 
 
 def _names(node: _Compressor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compile, or load from disk, the kernels that compressors need, so that processes forked later find them.
 
-    python -m thinpipe.harness.compression.warm_up      every codec and memory there is, once an installation
+python -m thinpipe.harness.compression.warm_up      every codec and memory there is, once an installation
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ class CompressedStage(PipelineStage):
         }
         assert set(channels) == {side for side, there in expected.items() if there}, "channels do not fit the stage"
         self.channels = channels
-        for direction, side in channels:
+        for (direction, side), channel in channels.items():
             opposite = channels.get(("forward", "in" if side == "out" else "out"))
-            if direction == "backward" and opposite is not None and channels[direction, side].uses_peer:
-                channels[direction, side].take_peer_from(opposite)
+            if direction == "backward" and opposite is not None and channel.uses_peer:
+                channel.take_peer_from(opposite)
         self.recorder = recorder
         self._visit, self._autocast = visit, autocast
         self._chunk = -1

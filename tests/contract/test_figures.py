@@ -174,8 +174,10 @@ def test_the_figure_of_codecs_has_a_panel_a_model_and_kind_and_says_what_is_not_
     elements = [4096 << boundary for boundary in range(3)]
     header = 3 * 512 / sum(elements)
     assert list(line.get_xdata()) == pytest.approx([bits + header for bits in (2, 4, 8)])
-    looks = {name: (entry.get_color(), entry.get_marker()) for name, entry in legend_of(whole).items()}
-    assert looks["fixpoint"] == looks["delta(fixpoint)"] == looks["relu(fixpoint)"] != looks["grid"]
+    looks = legend_of(whole)
+    colours = [looks[name].get_color() for name in ("fixpoint", "delta(fixpoint)", "relu(fixpoint)", "grid")]
+    assert colours[0] == colours[1] == colours[2] != colours[3]
+    assert len({looks[name].get_marker() for name in looks}) == len(looks)
     exact = synthetic.measured().query("curve == 'none'")
     with pytest.raises(UserError, match="nothing to draw for rate_distortion: it needs"):
         EVERY["rate_distortion"].load().figures({"rate_distortion": exact})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+from reference import plain_loop
 from runs import Lab, small
 from thinpipe.harness import emulate
 from thinpipe.harness.runner import Session
@@ -16,8 +18,10 @@ CASES = {
     },
     "a budget kept, gradients by it too": {
         "compression": {
-            "forward": "delta(grid:1.0, first=grid:0.1(scale=token))", "backward": "grid:0.3",
-            "budget_bits": 2.5, "budget_by": "sensitivity",
+            "forward": "delta(grid:1.0, first=grid:0.1(scale=token))",
+            "backward": "grid:0.3",
+            "budget_bits": 2.5,
+            "budget_by": "sensitivity",
         },
     },
 }
@@ -27,6 +31,12 @@ CASES = {
 def lab(tmp_path_factory):
     with Session(calibrated=False) as session:
         yield Lab(session, tmp_path_factory.mktemp("emulate"))
+
+
+def test_one_process_is_the_plain_loop() -> None:
+    """Against torch and transformers alone, without any of ours between."""
+    spec = small(pipeline={"stages": 3, "microbatches": 4})
+    assert emulate.run(spec).losses == pytest.approx(plain_loop(spec), rel=1e-6)
 
 
 @pytest.mark.e2e

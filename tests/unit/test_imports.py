@@ -14,10 +14,11 @@ FILES.append(ROOT / "cli.py")
 FOR_PLOTS = {"errors", "stats", "timeline"}
 # The only modules above the worker that may import torch, and only inside functions.
 TORCH_FREE_TOP = {
-    "_forkserver", "arguments", "audit", "cache", "check", "cli", "codecs", "compression_presets", "data_traffic", "doctor", "errors", "experiment",
-    "fetch", "figures", "folders", "grammar", "interface", "local", "lock", "manifest", "mapping", "memory", "metrics",
-    "notes", "partition", "placement", "plan", "plugins", "predict", "pretrain", "progress", "regimes", "render",
-    "runner", "spec", "stats", "steps", "store", "summary", "sweep", "table", "timeline", "trace", "verbs", "views",
+    "_forkserver", "arguments", "audit", "cache", "check", "cli", "codecs", "compression_presets", "data_traffic",
+    "doctor", "errors", "experiment", "fetch", "figures", "folders", "formula", "grammar", "interface", "local",
+    "lock", "manifest", "mapping", "memory", "metrics", "notes", "partition", "placement", "plan", "plugins",
+    "predict", "pretrain", "progress", "regimes", "render", "runner", "spec", "stats", "steps", "store", "summary",
+    "sweep", "table", "timeline", "trace", "verbs", "views",
 }  # fmt: skip
 
 

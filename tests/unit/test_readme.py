@@ -71,7 +71,7 @@ def test_a_command_line_parses(page, arguments):
     """Down to the verb, its options and the number of arguments; nothing is executed."""
     command, words = typer.main.get_command(cli.app), shlex.split(arguments)
     context = click.Context(command, info_name="thinpipe")
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not (words and words[0].startswith("-")):
         name, command, words = command.resolve_command(context, words)
         context = click.Context(command, info_name=name, parent=context)
         if not words and hasattr(command, "commands"):

@@ -57,6 +57,4 @@ class Blockwise(BlockCodec):
         rounding: str = "nearest",
         scale: str = "bf16",
     ) -> None:
-        super().__init__(
-            Blocks(bits, int(block), scale, affine=form == "affine", stochastic=rounding == "stochastic")
-        )
+        super().__init__(Blocks(bits, int(block), scale, affine=form == "affine", stochastic=rounding == "stochastic"))

@@ -31,7 +31,7 @@ CONTRACT = {
 
 
 class MinMaxRange(Codec):
-    """code = round((x - min) / (max - min) * (2^b - 1)), ties to even: the levels reach from min to max, both exact.
+    """code = round((x - min) / (max - min) * (2^b - 1)), ties to even: the levels reach from min to max.
 
     block: elements of the flat message that share a range; 0, as published, is all of it. Two float32 a range are sent
     before the codes (bf16 would have to be rounded outwards, and a constant would not be exact), which makes small

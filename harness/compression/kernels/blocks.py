@@ -1,9 +1,9 @@
 """Compiled loops of the block quantisers for one CPU thread; cpu_blocks.py is their interface.
 
 A message is worked through in chunks of whole blocks that stay in the first-level cache: scales from a chunk, then its
-codes, then these packed, so that the tensor is read from memory once. A chunk is a matrix of a row a block, so that every
-inner loop runs under one scale and vectorises. What is left at the end is filled up with zeros, which change no block's
-range, and goes the same way.
+codes, then these packed, so that the tensor is read from memory once. A chunk is a matrix with a row a block, so that
+every inner loop runs under one scale and vectorises. What is left at the end is filled up with zeros, which change no
+block's range, and goes the same way.
 
 No fastmath: each float operation is rounded as the reference rounds it. One file, because the compiled code is kept
 on disk by this file's time stamp: with a part elsewhere, a change there would leave stale code behind. So packing is
@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from thinpipe.harness.compression.kernels.layout import BF16_MAX, TINY
 
-CHUNK, LEAST = 2048, 32
+CHUNK, LEAST = 8192, 32
 OK, NONFINITE, SCALE_OVERFLOW, MALFORMED = 0, 1, 2, 3
 UNIFORM, NF4, E2M1, E4M3 = 0, 1, 2, 3
 FP32, BF16, FP16, E8M0 = 0, 1, 2, 3
@@ -33,8 +33,11 @@ FP32, BF16, FP16, E8M0 = 0, 1, 2, 3
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _U64 = np.uint64
+_BYTES, _PLACES = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(32), 16)
 _TINY_BITS = np.int32(0x04800000)
 _BF16_MAX_BITS = np.int32(0x7F7F0000)
+_MAGIC = np.float32(1.5 * 2**23)
+_MAGIC_BITS = np.int32(0x4B400000)
 _FLOAT_MAX = np.float32(float.fromhex("0x1.fffffep127"))
 # Written out: a change in layout.py must not leave compiled code with the old values.
 assert np.float32(BF16_MAX).view(np.int32) == _BF16_MAX_BITS
@@ -55,38 +58,88 @@ def _entry(function: Callable[..., Any]) -> Any:
     return _jit(function, no_cpython_wrapper=False)
 
 
+def _instruction(function: Callable[..., Any]) -> Any:
+    """Generated as LLVM's own instructions; a constant argument is known to it."""
+    return intrinsic(prefer_literal=True)(function)
+
+
 # ---- packing: a group is 8 codes in a 64-bit word, first code in its lowest byte --------------------------------
 
 
-@intrinsic
-def _load(typing: Any, source: Any, at: Any) -> Any:
-    """source[at : at + 8] as a word, first byte lowest; not checked, and of any alignment."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, values[0]).data
-        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
-        return builder.load(place, align=1)
-
-    return types.uint64(source, types.intp), generate
-
-
-@intrinsic
-def _save(typing: Any, target: Any, at: Any, word: Any) -> Any:
-    """The inverse of _load."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, values[0]).data
-        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
-        builder.store(values[2], place, align=1)
-        return context.get_dummy_value()
-
-    return types.void(target, types.intp, types.uint64), generate
-
-
-@intrinsic
+@_instruction
 def _turn(typing: Any, word: Any) -> Any:
     """The bytes of a word in the opposite order."""
     return types.uint64(types.uint64), lambda context, builder, signature, values: builder.bswap(values[0])
+
+
+def _sixteen(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """A pointer to 16 bytes of an array."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), _BYTES.as_pointer())
+
+
+@_instruction
+def _close(typing: Any, words: Any, i: Any, out: Any, at: Any, bits: Any) -> Any:
+    """The lowest `bits` bytes of words[i] and of words[i + 1], highest first and without a gap, to out[at:]; what
+    follows these, of 16 bytes, is spoilt. Not checked, of any alignment. bits: a constant."""
+    order = [*range(bits.literal_value - 1, -1, -1), *range(bits.literal_value + 7, 7, -1)]
+    mask = ir.Constant(_PLACES, order + [0] * (16 - len(order)))
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = builder.load(_sixteen(context, builder, signature.args[0], values[0], values[1]), align=1)
+        turned = builder.shuffle_vector(found, found, mask)
+        builder.store(turned, _sixteen(context, builder, signature.args[2], values[2], values[3]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(words, types.intp, out, types.intp, bits), generate
+
+
+@_instruction
+def _part(typing: Any, source: Any, at: Any, words: Any, i: Any, bits: Any) -> Any:
+    """The inverse of _close; reads 16 bytes."""
+    size = bits.literal_value
+    halves = [[*range(start + size - 1, start - 1, -1)] + [16] * (8 - size) for start in (0, size)]
+    mask = ir.Constant(_PLACES, halves[0] + halves[1])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = builder.load(_sixteen(context, builder, signature.args[0], values[0], values[1]), align=1)
+        turned = builder.shuffle_vector(found, ir.Constant(_BYTES, [0] * 16), mask)
+        builder.store(turned, _sixteen(context, builder, signature.args[2], values[2], values[3]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, words, types.intp, bits), generate
+
+
+@_jit
+def _close_all(words, pairs, bits, out):
+    if bits == 3:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 6 * i, 3)
+    elif bits == 5:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 10 * i, 5)
+    elif bits == 6:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 12 * i, 6)
+    elif bits == 7:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 14 * i, 7)
+
+
+@_jit
+def _part_all(source, pairs, bits, words):
+    if bits == 3:
+        for i in range(pairs):
+            _part(source, 6 * i, words, 2 * i, 3)
+    elif bits == 5:
+        for i in range(pairs):
+            _part(source, 10 * i, words, 2 * i, 5)
+    elif bits == 6:
+        for i in range(pairs):
+            _part(source, 12 * i, words, 2 * i, 6)
+    elif bits == 7:
+        for i in range(pairs):
+            _part(source, 14 * i, words, 2 * i, 7)
 
 
 @_jit
@@ -102,12 +155,14 @@ def _squeeze(word, bits):
 def _spread(number, bits):
     """The inverse of _squeeze."""
     b, one = _U64(bits), _U64(1)
-    quads, pairs, singles = (one << _U64(4 * b)) - one, (one << (b + b)) - one, (one << b) - one
-    word = ((number >> _U64(4 * b)) & quads) | ((number & quads) << _U64(32))
-    pairs = pairs * _U64(0x0000000100000001)
-    word = ((word >> (b + b)) & pairs) | ((word & pairs) << _U64(16))
-    singles = singles * _U64(0x0001000100010001)
-    return ((word >> b) & singles) | ((word & singles) << _U64(8))
+    quads = (one << _U64(4 * b)) - one
+    pairs = ((one << (b + b)) - one) * _U64(0x0000000100000001)
+    singles = ((one << b) - one) * _U64(0x0001000100010001)
+    # First code on top until the end: the upper half of each part moves up, the lower one stays.
+    word = ((number & (quads << _U64(4 * b))) << _U64(32 - 4 * b)) | (number & quads)
+    word = ((word & (pairs << (b + b))) << _U64(16 - 2 * b)) | (word & pairs)
+    word = ((word & (singles << b)) << _U64(8 - b)) | (word & singles)
+    return _turn(word)
 
 
 @_jit
@@ -127,18 +182,20 @@ def _pack(codes, bits, out):
             w = quads[i]
             top = (w << np.uint32(6)) | ((w >> np.uint32(4)) & np.uint32(0x30))
             out[i] = np.uint8(top | ((w >> np.uint32(14)) & np.uint32(0x0C)) | (w >> np.uint32(24)))
+    elif bits == 1:
+        words = codes.view(np.uint64)
+        for i in range(min(groups, out.size)):
+            out[i] = np.uint8(_squeeze(words[i], 1))
     else:
-        words, shift = codes.view(np.uint64), _U64(64 - 8 * bits)
+        words = codes.view(np.uint64)
         for i in range(groups):
-            words[i] = _turn(_squeeze(words[i], bits) << shift)
-        whole = min(groups, max(0, (out.size - 8) // bits + 1))
-        for i in range(whole):
-            # Eight bytes at once; those past the group are overwritten by the next one.
-            _save(out, i * bits, words[i])
-        for i in range(whole, groups):
-            for j in range(i * bits, min((i + 1) * bits, out.size)):
-                out[j] = np.uint8(words[i])
-                words[i] >>= _U64(8)
+            words[i] = _squeeze(words[i], bits)
+        # Sixteen bytes at once; those past two groups are overwritten by the next ones.
+        pairs = min(groups // 2, max(0, (out.size - 16) // (2 * bits) + 1))
+        _close_all(words, pairs, bits, out)
+        for i in range(2 * pairs, groups):
+            for j in range(min(bits, out.size - i * bits)):
+                out[i * bits + j] = np.uint8(words[i] >> _U64(8 * (bits - 1 - j)))
 
 
 @_jit
@@ -159,17 +216,20 @@ def _unpack(source, bits, codes):
             w = np.uint32(source[i])
             low = (w >> np.uint32(6)) | ((w & np.uint32(0x30)) << np.uint32(4))
             quads[i] = low | ((w & np.uint32(0x0C)) << np.uint32(14)) | ((w & np.uint32(3)) << np.uint32(24))
+    elif bits == 1:
+        words = codes.view(np.uint64)
+        for i in range(min(groups, source.size)):
+            words[i] = _spread(_U64(source[i]), 1)
     else:
-        words, shift = codes.view(np.uint64), _U64(64 - 8 * bits)
-        whole = min(groups, max(0, (source.size - 8) // bits + 1))
-        for i in range(whole):
-            words[i] = _load(source, i * bits)
-        for i in range(whole, groups):
+        words = codes.view(np.uint64)
+        pairs = min(groups // 2, max(0, (source.size - 16) // (2 * bits) + 1))
+        _part_all(source, pairs, bits, words)
+        for i in range(2 * pairs, groups):
             words[i] = 0
-            for j in range(min((i + 1) * bits, source.size) - 1, i * bits - 1, -1):
-                words[i] = (words[i] << _U64(8)) | _U64(source[j])
+            for j in range(min(bits, source.size - i * bits)):
+                words[i] |= _U64(source[i * bits + j]) << _U64(8 * (bits - 1 - j))
         for i in range(groups):
-            words[i] = _spread(_turn(words[i]) >> shift, bits)
+            words[i] = _spread(words[i], bits)
 
 
 # ---- scales -----------------------------------------------------------------------------------------------------
@@ -271,7 +331,7 @@ def _spans(x, affine, high, low):
 def _settle(high, low, how, top, first, head, factor, zero):
     """From spans, bit patterns that it overwrites, to what is stored, and each block's factor and zero point. Returns a
     status. Several loops, most of which vectorise."""
-    element, bits, block, kind, affine, stochastic, blocks = how
+    element, bits, _, kind, affine, stochastic, blocks = how
     width, last = _width(kind), np.float32((1 << bits) - 1)
     worst, least = np.int32(0), np.int32(0)
     for b in range(high.size):
@@ -314,14 +374,16 @@ def _settle(high, low, how, top, first, head, factor, zero):
 
 
 @_jit
-def _round(x, factor, zero, low, high, codes):
-    """Nearest, ties to even."""
+def _round(x, factor, zero, codes):
+    """Nearest, ties to even, within 0 .. 255: no code of an absmax block leaves its levels, since its scale is not
+    below its span, but where bf16 ends, and there by too little to matter."""
     for b in range(x.shape[0]):
-        by, place = factor[b], zero[b]
+        by, place = factor[b], np.int32(zero[b] - _MAGIC_BITS)
         for j in range(x.shape[1]):
-            level = np.int32(np.int32(np.rint(np.float32(x[b, j] * by))) + place)
-            level = low if level < low else level
-            codes[b, j] = np.uint8(high if level > high else level)
+            # The sum has no place for a fraction, so it is rounded, and its low bits are the integer.
+            level = np.int32(np.float32(np.float32(x[b, j] * by) + _MAGIC).view(np.int32) + place)
+            level = np.int32(0) if level < np.int32(0) else level
+            codes[b, j] = np.uint8(np.int32(255) if level > np.int32(255) else level)
 
 
 @_jit
@@ -414,7 +476,10 @@ def encode(x, how, top, midpoints, key, out):
         elif stochastic:
             _dither(rows, factor, zero, start, key, least, most, now)
         else:
-            _round(rows, factor, zero, least, most, now)
+            _round(rows, factor, zero, now)
+            if affine:
+                for i in range(count * block):
+                    codes[i] = np.uint8(most) if codes[i] > np.uint8(most) else codes[i]
         for i in range(size, count * block):
             codes[i] = 0
         _pack(codes[: count * block], bits, packed[start // 8 * bits :])
@@ -427,7 +492,7 @@ def encode(x, how, top, midpoints, key, out):
 @_jit
 def _open(head, how, top, step):
     """Fill `step`, a block's scale / top. Returns (status, whether a value could overflow)."""
-    element, bits, block, kind, affine, stochastic, blocks = how
+    element, bits, _, kind, affine, _, blocks = how
     width = _width(kind)
     limit = 0x7F800000 if kind == FP32 else (0x7F80 if kind == BF16 else (0x7C00 if kind == FP16 else 0xFF))
     if element == E2M1:
@@ -461,14 +526,18 @@ def _open(head, how, top, step):
 
 @_jit
 def _values(codes, step, zero, out):
-    """Integer levels; returns the lowest code."""
-    least = np.uint8(255)
+    """Integer levels."""
     for b in range(out.shape[0]):
         by, place = step[b], np.int32(zero[b])
         for j in range(out.shape[1]):
-            code = codes[b, j]
-            least = code if code < least else least
-            out[b, j] = np.float32(np.int32(np.int32(code) - place)) * by
+            out[b, j] = np.float32(np.int32(np.int32(codes[b, j]) - place)) * by
+
+
+@_jit
+def _least(codes):
+    least = np.uint8(255)
+    for i in range(codes.size):
+        least = codes[i] if codes[i] < least else least
     return least
 
 
@@ -484,7 +553,7 @@ def _look_up(codes, step, levels, out):
 @_entry
 def decode(payload, how, top, levels, out):
     """out: float32 [n >= 1]; payload: uint8, of the length due; levels: float32, one a code. Returns a status."""
-    element, bits, block, kind, affine, stochastic, blocks = how
+    element, bits, block, kind, affine, _, blocks = how
     side = (_width(kind) + affine) * blocks
     head, packed = payload[:side], payload[side:]
     step = np.empty(blocks, np.float32)
@@ -505,17 +574,18 @@ def decode(payload, how, top, levels, out):
             part = np.empty(count * block, np.float32)
         rows, now = part.reshape(count, block), codes[: count * block].reshape(count, block)
         _unpack(packed[start // 8 * bits :], bits, codes[: count * block])
+        # Past the message's end there may be anything, and a table is looked up by it.
         for i in range(size, count * block):
-            codes[i] = 1
+            codes[i] = 0
+        if element == E4M3:
+            for i in range(size):
+                if codes[i] & np.uint8(0x7F) == 0x7F:
+                    return MALFORMED
         if element == UNIFORM:
-            least = _values(now, step[first:], zeros[first:] if affine else zeros, rows)
-            if least == 0 and not affine:
+            if not affine and _least(codes[:size]) == 0:
                 return MALFORMED
+            _values(now, step[first:], zeros[first:] if affine else zeros, rows)
         else:
-            if element == E4M3:
-                for i in range(size):
-                    if codes[i] & np.uint8(0x7F) == 0x7F:
-                        return MALFORMED
             _look_up(now, step[first:], levels, rows)
         if count * block > size:
             for i in range(size):
@@ -597,7 +667,7 @@ def decode_minmax(payload, block, bits, out):
             end = min(stop, (b + 1) * block)
             lowest = np.int32(_read(head[8 * b :], 4)).view(np.float32)
             highest = np.int32(_read(head[8 * b + 4 :], 4)).view(np.float32)
-            if not (lowest >= -_FLOAT_MAX and lowest <= highest and highest <= _FLOAT_MAX):
+            if not (-_FLOAT_MAX <= lowest <= highest <= _FLOAT_MAX):
                 return MALFORMED
             low = lowest * half
             width = highest * half - low

@@ -31,9 +31,12 @@ OK, NONFINITE, SCALE_OVERFLOW, WIDE, MALFORMED = 0, 1, 2, 3, 4
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _U64 = np.uint64
+_BYTES, _PLACES = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(32), 16)
 _TINY = np.float32(2.0**-118)
 _SAFE = np.float32(2.0**125)
 _BF16_MAX_BITS = np.int32(0x7F7F0000)
+_MAGIC = np.float32(1.5 * 2**23)
+_MAGIC_BITS = np.int32(0x4B400000)
 # Written out: a change in layout.py must not leave compiled code with the old values.
 assert np.float32(BF16_MAX).view(np.int32) == _BF16_MAX_BITS
 assert TINY == _TINY
@@ -52,6 +55,11 @@ def _jit(function: Callable[..., Any], **options: Any) -> Any:
 def _entry(function: Callable[..., Any]) -> Any:
     """As _jit, and callable from Python."""
     return _jit(function, no_cpython_wrapper=False)
+
+
+def _instruction(function: Callable[..., Any]) -> Any:
+    """Generated as LLVM's own instructions; a constant argument is known to it."""
+    return intrinsic(prefer_literal=True)(function)
 
 
 # ---- a memory's rows: None, or bf16 as uint16, the upper halves of float32 --------------------------------------
@@ -90,35 +98,80 @@ def _bf16(value):
 # ---- packing: a group is 8 codes in a 64-bit word, first code in its lowest byte --------------------------------
 
 
-@intrinsic
-def _load(typing: Any, source: Any, at: Any) -> Any:
-    """source[at : at + 8] as a word, first byte lowest; not checked, and of any alignment."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, values[0]).data
-        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
-        return builder.load(place, align=1)
-
-    return types.uint64(source, types.intp), generate
-
-
-@intrinsic
-def _save(typing: Any, target: Any, at: Any, word: Any) -> Any:
-    """The inverse of _load."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, values[0]).data
-        place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(64).as_pointer())
-        builder.store(values[2], place, align=1)
-        return context.get_dummy_value()
-
-    return types.void(target, types.intp, types.uint64), generate
-
-
-@intrinsic
+@_instruction
 def _turn(typing: Any, word: Any) -> Any:
     """The bytes of a word in the opposite order."""
     return types.uint64(types.uint64), lambda context, builder, signature, values: builder.bswap(values[0])
+
+
+def _sixteen(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """A pointer to 16 bytes of an array."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), _BYTES.as_pointer())
+
+
+@_instruction
+def _close(typing: Any, words: Any, i: Any, out: Any, at: Any, bits: Any) -> Any:
+    """The lowest `bits` bytes of words[i] and of words[i + 1], highest first and without a gap, to out[at:]; what
+    follows these, of 16 bytes, is spoilt. Not checked, of any alignment. bits: a constant."""
+    order = [*range(bits.literal_value - 1, -1, -1), *range(bits.literal_value + 7, 7, -1)]
+    mask = ir.Constant(_PLACES, order + [0] * (16 - len(order)))
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = builder.load(_sixteen(context, builder, signature.args[0], values[0], values[1]), align=1)
+        turned = builder.shuffle_vector(found, found, mask)
+        builder.store(turned, _sixteen(context, builder, signature.args[2], values[2], values[3]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(words, types.intp, out, types.intp, bits), generate
+
+
+@_instruction
+def _part(typing: Any, source: Any, at: Any, words: Any, i: Any, bits: Any) -> Any:
+    """The inverse of _close; reads 16 bytes."""
+    size = bits.literal_value
+    halves = [[*range(start + size - 1, start - 1, -1)] + [16] * (8 - size) for start in (0, size)]
+    mask = ir.Constant(_PLACES, halves[0] + halves[1])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = builder.load(_sixteen(context, builder, signature.args[0], values[0], values[1]), align=1)
+        turned = builder.shuffle_vector(found, ir.Constant(_BYTES, [0] * 16), mask)
+        builder.store(turned, _sixteen(context, builder, signature.args[2], values[2], values[3]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, words, types.intp, bits), generate
+
+
+@_jit
+def _close_all(words, pairs, bits, out):
+    if bits == 3:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 6 * i, 3)
+    elif bits == 5:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 10 * i, 5)
+    elif bits == 6:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 12 * i, 6)
+    elif bits == 7:
+        for i in range(pairs):
+            _close(words, 2 * i, out, 14 * i, 7)
+
+
+@_jit
+def _part_all(source, pairs, bits, words):
+    if bits == 3:
+        for i in range(pairs):
+            _part(source, 6 * i, words, 2 * i, 3)
+    elif bits == 5:
+        for i in range(pairs):
+            _part(source, 10 * i, words, 2 * i, 5)
+    elif bits == 6:
+        for i in range(pairs):
+            _part(source, 12 * i, words, 2 * i, 6)
+    elif bits == 7:
+        for i in range(pairs):
+            _part(source, 14 * i, words, 2 * i, 7)
 
 
 @_jit
@@ -134,12 +187,14 @@ def _squeeze(word, bits):
 def _spread(number, bits):
     """The inverse of _squeeze."""
     b, one = _U64(bits), _U64(1)
-    quads, pairs, singles = (one << _U64(4 * b)) - one, (one << (b + b)) - one, (one << b) - one
-    word = ((number >> _U64(4 * b)) & quads) | ((number & quads) << _U64(32))
-    pairs = pairs * _U64(0x0000000100000001)
-    word = ((word >> (b + b)) & pairs) | ((word & pairs) << _U64(16))
-    singles = singles * _U64(0x0001000100010001)
-    return ((word >> b) & singles) | ((word & singles) << _U64(8))
+    quads = (one << _U64(4 * b)) - one
+    pairs = ((one << (b + b)) - one) * _U64(0x0000000100000001)
+    singles = ((one << b) - one) * _U64(0x0001000100010001)
+    # First code on top until the end: the upper half of each part moves up, the lower one stays.
+    word = ((number & (quads << _U64(4 * b))) << _U64(32 - 4 * b)) | (number & quads)
+    word = ((word & (pairs << (b + b))) << _U64(16 - 2 * b)) | (word & pairs)
+    word = ((word & (singles << b)) << _U64(8 - b)) | (word & singles)
+    return _turn(word)
 
 
 @_jit
@@ -180,16 +235,13 @@ def _pack(codes, groups, bits, out):
             out[i] = np.uint8(_squeeze(words[i], 1))
     else:
         words = codes.view(np.uint64)
-        shift = _U64(64 - 8 * bits)
-        # Two loops: this one vectorises, the next cannot.
         for i in range(groups):
-            words[i] = _turn(_squeeze(words[i], bits) << shift)
-        whole = min(groups, max(0, (out.size - 8) // bits + 1))
-        for i in range(whole):
-            # Eight bytes at once; those past the group are overwritten by the next one.
-            _save(out, i * bits, words[i])
-        for i in range(whole, groups):
-            _put(_turn(words[i]), bits, out[i * bits :])
+            words[i] = _squeeze(words[i], bits)
+        # Sixteen bytes at once; those past two groups are overwritten by the next ones.
+        pairs = min(groups // 2, max(0, (out.size - 16) // (2 * bits) + 1))
+        _close_all(words, pairs, bits, out)
+        for i in range(2 * pairs, groups):
+            _put(words[i] << _U64(64 - 8 * bits), bits, out[i * bits :])
 
 
 @_jit
@@ -215,14 +267,12 @@ def _unpack(source, groups, bits, codes):
             words[i] = _spread(_U64(source[i]), 1)
     else:
         words = codes.view(np.uint64)
-        shift = _U64(64 - 8 * bits)
-        whole = min(groups, max(0, (source.size - 8) // bits + 1))
-        for i in range(whole):
-            words[i] = _load(source, i * bits)
-        for i in range(whole, groups):
-            words[i] = _turn(_get(bits, source[i * bits :]))
+        pairs = min(groups // 2, max(0, (source.size - 16) // (2 * bits) + 1))
+        _part_all(source, pairs, bits, words)
+        for i in range(2 * pairs, groups):
+            words[i] = _get(bits, source[i * bits :]) >> _U64(64 - 8 * bits)
         for i in range(groups):
-            words[i] = _spread(_turn(words[i]) >> shift, bits)
+            words[i] = _spread(words[i], bits)
 
 
 # ---- flat loops over a block ------------------------------------------------------------------------------------
@@ -246,20 +296,22 @@ def _largest_each(x, m, best):
 
 
 @_jit
-def _round(x, m, factor, divide, low, high, offset, codes):
-    """codes[i] = clip(round(x - m, scaled)) + offset; scaled by a product, or in the published form a quotient."""
-    if divide:
-        for i in range(x.size):
-            level = np.int32(np.rint(np.float32(x[i] - _value(m, i)) / factor[i]))
-            level = low if level < low else level
-            level = high if level > high else level
-            codes[i] = np.uint8(np.int32(level + offset))
-    else:
-        for i in range(x.size):
-            level = np.int32(np.rint(np.float32(np.float32(x[i] - _value(m, i)) * factor[i])))
-            level = low if level < low else level
-            level = high if level > high else level
-            codes[i] = np.uint8(np.int32(level + offset))
+def _round(x, m, factor, divide, high, offset, codes):
+    """codes[i] = clip(round(x - m, scaled)) + offset; scaled by a product, or in the published form a quotient.
+
+    Bytes end at 0 and 255, which narrowing does in passing; the lower end of a grid is either that 0 or, symmetric,
+    never passed, as no scale is below its span by as much as half a step. So only the upper end is left to clip at.
+    """
+    place, top = np.int32(offset - _MAGIC_BITS), np.uint8(high + offset)
+    for i in range(x.size):
+        value = np.float32(x[i] - _value(m, i))
+        scaled = np.float32(value / factor[i]) if divide else np.float32(value * factor[i])
+        # The sum has no place for a fraction, so it is rounded, and its low bits are the integer.
+        level = np.int32(np.float32(scaled + _MAGIC).view(np.int32) + place)
+        level = np.int32(0) if level < np.int32(0) else level
+        codes[i] = np.uint8(np.int32(255) if level > np.int32(255) else level)
+    for i in range(x.size):
+        codes[i] = top if codes[i] > top else codes[i]
 
 
 @_jit
@@ -462,7 +514,7 @@ def encode(x, rows, m, slots, where, grid, eps, published, stochastic, key, out)
             if stochastic:
                 _dither(part, kept, factors, r * row + start, key, low, high, offset, now)
             else:
-                _round(part, kept, factors, published, low, high, offset, now)
+                _round(part, kept, factors, published, high, offset, now)
             if m is not None:
                 _pattern(step, where, r, start, size, fresh, levels)
                 best = max(best, _advance(now, levels, offset, kept))

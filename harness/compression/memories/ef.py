@@ -38,7 +38,8 @@ class ErrorFeedback(RowMemory):
     e begins at 0. Where a row's identity comes twice in one message its e goes with the first occurrence only, and
     what all of them lost is kept as one sum, so that nothing is lost or sent twice; with key=batch the mean over rows
     of e is added to each of them. So what is decoded sums up to what was to be sent, but for the last e:
-    per sample, per place, or for the mean over rows. key=slot and cache=fp32 are as published: a row is given the error
+    per sample, per place, or for the mean over rows. Of a codec that goes by the forward tensor, what was to be sent is
+    zero where that is. key=slot and cache=fp32 are as published: a row is given the error
     of whatever sample was in its place last; key=sample gives it its own.
     """
 
@@ -58,6 +59,9 @@ class ErrorFeedback(RowMemory):
 
     def _encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor | None) -> int:
         ids = self._begin(ctx)
+        if self.uses_peer and ctx.peer is not None:
+            # What the codec leaves out by the forward tensor is not lost, so it must not come back as an error.
+            x = torch.where(ctx.peer != 0, x, 0.0)
         errors = self._errors(ids, ctx, x.device)
         made = self._scratch("made", ctx.shape, x.device) if decoded is None else decoded
         self.codec.diagnose = self.diagnose
