@@ -171,6 +171,8 @@ class CastRows(Rows):
         super().clear()
         #: No magnitude kept is above this: rows are moved in place only while it is far from overflow.
         self.largest = 0.0
+        self._viewed: torch.Tensor | None = None
+        self._patterns = np.empty(0, np.uint16)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -179,7 +181,9 @@ class CastRows(Rows):
     @property
     def patterns(self) -> np.ndarray:
         """The 16-bit rows as uint16, sharing their memory (CPU)."""
-        return self.data.view(torch.int16).numpy().view(np.uint16)
+        if self._viewed is not self.data:
+            self._viewed, self._patterns = self.data, self.data.view(torch.int16).numpy().view(np.uint16)
+        return self._patterns
 
     def format(self, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
         return CASTS[self.cast], math.prod(shape)
