@@ -5,12 +5,15 @@ What is asked is listed in harness/compression/__init__.py; each assertion says 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
@@ -289,6 +292,23 @@ def test_any_bytes_decode_to_something_finite_or_are_refused(text: str) -> None:
     assert refused > 0, (
         "of 100 random payloads none was refused: check what cannot be (scales that are not finite, ...)"
     )
+
+
+@every_text
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_a_damaged_payload_is_refused_or_decodes_to_something_finite(text: str, data: st.DataObject) -> None:
+    """Flipped bits, cut off, or with bytes from elsewhere: frames carry a checksum, but decoders must not trust it."""
+    shape = (2, 5, 19)
+    payload = encode(make(text), sample(shape) ** 3).clone()
+    for _ in range(data.draw(st.integers(0, 4))):
+        payload[data.draw(st.integers(0, payload.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.one_of(st.just(payload.numel()), st.integers(0, payload.numel())))
+    damaged = torch.cat(
+        [payload[:cut], torch.tensor(data.draw(st.lists(st.integers(0, 255), max_size=12)), dtype=torch.uint8)]
+    )
+    with contextlib.suppress(CodecError):
+        assert bool(torch.isfinite(decode(make(text), damaged, shape)).all())
 
 
 @every_text
