@@ -155,7 +155,7 @@ class _Pipeline:
             if self.rate is not None:
                 self.rate.after_step()
             if step.ends_epoch:
-                self._evaluate(step.epoch)
+                self._evaluate(number, step.epoch)
 
     def _pass(self, number: int, turn: int, batch: Batch, regime: Regime) -> list[torch.Tensor]:
         step, losses = number * self.spec.train.accumulate + turn, []
@@ -207,7 +207,7 @@ class _Pipeline:
             yield i, batch.ids[cut], batch.inputs[cut], batch.targets[cut], side
 
     @torch.no_grad()
-    def _evaluate(self, epoch: int) -> None:
+    def _evaluate(self, number: int, epoch: int) -> None:
         every, held_out, task = self.spec.train.evaluate_every, self.data.dataset.held_out, self.data.task
         if not every or not len(held_out) or ((epoch + 1) % every and epoch != self.plan[-1].epoch):
             return
@@ -225,8 +225,10 @@ class _Pipeline:
                 for boundary, stage in zip([*self.boundaries, None], self.stages, strict=True):
                     x = stage(x, **side)
                     if boundary is not None:
-                        ctx = Context(boundary.shape, microbatch=i, boundary=boundary.index, sample_ids=part,
-                                      training=False, seed=self.spec.seed)  # fmt: skip
+                        ctx = Context(
+                            boundary.shape, step=number, microbatch=i, boundary=boundary.index, sample_ids=part,
+                            training=False, seed=self.spec.seed,
+                        )  # fmt: skip
                         x, _ = boundary.cross(x, regime, ctx)
                 total += float(self.model.loss(x, targets, w))
                 if predict is not None:

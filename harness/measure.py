@@ -171,7 +171,10 @@ def write(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     frames = tables.write(out, {TABLE: shards.to_arrow(TABLE, rows)})
     written = [out / f"{TABLE}.{kind}" for kind in ("parquet", "csv")]
     try:
-        return written + figures.draw(frames, out, [TABLE])[0]
+        return (
+            written
+            + figures.draw(frames, out, [n for n in sorted(plugins.find("figures")) if figures.is_of_codecs(n)])[0]
+        )
     except figures.UndrawnError as error:
         error.written[:0] = written
         raise

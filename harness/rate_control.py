@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from thinpipe.harness.compression.base import Compressor
+from thinpipe.harness.compression.base import Compressor, Steered
 from thinpipe.harness.compression.budget import Budget, Observation
 from thinpipe.harness.spec import CompressionSpec
 
@@ -22,20 +21,13 @@ Seen = dict[str, tuple[int, int, float, float, float]]
 Gather = Callable[[Seen], list[Seen]]
 
 
-def steerable(compressor: Compressor) -> Any:
-    """The codec in it whose step may be scaled (grid, by=step), through any memory and wrapper; None without one."""
-    found: Any = compressor
-    while found is not None:
-        if hasattr(found, "multiplier") and not found.by_rate:
-            return found
-        found = getattr(found, "codec", None)
-    return None
-
-
 @dataclass
 class Meter:
-    """One sending channel's step so far. importance: sum over messages of the mean squared gradient of what it sent,
-    as far as it is known (activations)."""
+    """One sending channel's step so far.
+
+    codecs: those steered in what it sent last; importance: sum over messages of the mean squared gradient of what it
+    sent, as far as that is known (activations).
+    """
 
     name: str
     elements: int = 0
@@ -44,17 +36,18 @@ class Meter:
     coded: int = 0
     importance: float = 0.0
     valued: int = 0
-    codec: Any = None
+    codecs: Sequence[Steered] = ()
 
     def sent(self, compressor: Compressor, elements: int, payload_bytes: int) -> None:
         """Take note of a message just encoded by `compressor`."""
         self.elements += elements
         self.bytes += payload_bytes
-        self.codec = steerable(compressor)
-        if self.codec is not None and self.codec.mean_square > 0:
-            self.squares += self.codec.mean_square
-            self.coded += 1
-            self.codec.mean_square = 0.0  # a message of first visits alone leaves it
+        self.codecs = compressor.steered()
+        for codec in self.codecs:
+            if codec.mean_square > 0:
+                self.squares += codec.mean_square
+                self.coded += 1
+                codec.mean_square = 0.0  # a message of first visits alone leaves it
 
     def matters(self, mean_square_gradient: float) -> None:
         """The gradient of a message sent, from which its errors' weight follows."""
@@ -63,7 +56,7 @@ class Meter:
 
     def take(self) -> tuple[int, int, float, float, float]:
         """This step's numbers; the next one starts from nothing."""
-        step = self.codec.value * self.codec.multiplier if self.coded else 0.0
+        step = self.codecs[0].value * self.codecs[0].multiplier if self.coded else 0.0
         found = (
             self.elements,
             self.bytes,
@@ -101,7 +94,8 @@ class RateControl:
         steps = budget.share(steered)
         for meter in self.meters:
             if meter.name in steps:
-                meter.codec.multiplier = steps[meter.name] / meter.codec.value
+                for codec in meter.codecs:
+                    codec.multiplier = steps[meter.name] / codec.value
 
     def _weights(self, steered: Mapping[str, Observation], seen: Seen) -> dict[str, float]:
         """By sensitivity: activations by the squared gradient there, scaled so that together they count as much as
@@ -115,12 +109,11 @@ class RateControl:
 
     def state_dict(self) -> dict[str, float]:
         """Multipliers in force, by channel."""
-        return {m.name: m.codec.multiplier for m in self.meters if m.codec is not None}
+        return {meter.name: meter.codecs[0].multiplier for meter in self.meters if meter.codecs}
 
     def load_state_dict(self, state: Mapping[str, float], compressors: Mapping[str, Sequence[Compressor]]) -> None:
         """Restore what `state_dict` gave. compressors: those of each channel, by the meters' names."""
         for meter in self.meters:
             for compressor in compressors[meter.name]:
-                codec = steerable(compressor)
-                if codec is not None and meter.name in state:
+                for codec in compressor.steered() if meter.name in state else ():
                     codec.multiplier = state[meter.name]

@@ -485,7 +485,7 @@ class RunSpec(Part):
         from thinpipe.harness.compression import grammar
 
         used = {r.use for d in ("forward", "backward") for r in self.compression.rules(d)}  # type: ignore[arg-type]
-        return any("steering" in grammar.uses(grammar.inner(text)) for text in used)
+        return any(grammar.is_steered(text) for text in used)
 
     def _stands_where_it_may(self, direction: Literal["forward", "backward"], rule: Rule) -> None:
         """Refuse a compressor that asks for what is not there (grammar.uses)."""

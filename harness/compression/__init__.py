@@ -3,7 +3,9 @@
     grammar.py   text -> compressor; checks, canonical form and plug-in names without importing torch
     base.py      the contracts
     codecs/      one file each                    memories/  one file each, wrap a codec
-    rows.py      per-sample storage that memories share; halves.py, tensors.py: what codecs share
+    row_memory.py with rows.py, keys.py, disk.py   what memories keep, whose it is, and where
+    tensors.py, halves.py, blocked.py, hosted.py, masked.py, indices.py   what codecs share
+    budget.py    a step's bytes shared out        warm_up.py   compiles what a run needs, before it forks
     formula.py   arithmetic in plug-ins' literals
     kernels/     reference.py is the definition in plain torch; cpu.py gives the same bytes, fused; cuda.py on a GPU
 
@@ -16,10 +18,11 @@ literals say everything the grammar needs, so nothing is registered and nothing 
     CONTRACT = {text: {...}, ...}     texts the contract suite runs its battery on, and what it may expect
 
 Three more are optional, expressions being those of formula.py over the parameters' names (a nested codec counts as
-its own bits an element):
+its own bits an element, and NAME_unbiased is whether it is):
 
-    FORMULA = "bits + 16 / block"     bits an element of a large message, side information included, where that is
-                                      not simply `bits`; an estimate where the length depends on the data
+    FORMULA = "bits + 16 / block"     bits an element of a large message of 512 columns, side information that counts
+                                      included, where that is not simply `bits` or the nested codec's: one of them must
+                                      be there. An estimate where the length depends on the data
     UNBIASED = "rounding == 'stochastic'"   whether the mean of its draws is the input; not given: it is not
     STATE = "shared"                  what it keeps between messages (base.Compressor.state); not given: nothing
 
@@ -38,7 +41,7 @@ An entry of PARAMETERS is a dict:
     needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
     uses     {word: [what, ...]}: that choice asks something of where the compressor stands: "peer": it reads the
              forward tensor, so it is for gradients only; "relu": the boundary must carry a ReLU's output. "steering"
-             asks nothing: its bytes can be steered by `multiplier` (codecs/grid.py, harness/rate_control.py)
+             asks nothing: its class is `Steered` too (base.py, harness/rate_control.py)
 
 The parameter called `bits` (argument or fixed; None: there is no such number) is what `grammar.bits` reports as
 configured; a memory and a codec that wraps a codec report that of their item, a memory times its fixed parameter
@@ -83,5 +86,18 @@ tensors.py has the helpers named here):
                 where codes can clip
 
 A codec may offer `encode_change` and `decode_change` (see codecs/fixpoint.py), by which delta forms, codes and
-adds a change in one pass; the bytes and the state are those of the plain way.
+adds a change in one pass; the bytes and the state are those of the plain way, which the suite checks.
+
+What tests/contract/test_memories.py asks of a memory (memories/ef.py is the shortest). Its constructor is given by name,
+besides its parameters, `capacity` (samples it will meet, None: not known) and `folder` (for rows on disk):
+
+    both ends   `state` shared: digests equal after any sequence of messages, also with repeats and missing samples;
+                sender: the receiver decodes without a state. `encode_decoded` gives what the other end decodes, and the
+                bytes and state of `encode`
+    shared      CONTRACT's `change` bounds later visits; a sample that stays the same comes closer with each visit
+    sender      what a message loses is sent later: the sum of what was decoded stays near to that of the inputs
+    untouched   evaluation is refused; a non-finite input, a malformed payload or a missing id leaves all as it was
+    saved       state_dict and load_state_dict: goes on as if nothing had happened
+    told        `state_bytes` is what it holds, and a run is refused by the forecast in harness/memory.py, which knows
+                the options `cache`, `key` and `store` by these names
 """

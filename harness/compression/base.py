@@ -60,6 +60,19 @@ class Context:
         return replace(self, shape=(len(index), *self.shape[1:]), sample_ids=ids, peer=peer)
 
 
+class Steered:
+    """What a codec is besides whose bytes can be steered at the sender (harness/rate_control.py); its text says so by
+    `uses: steering`. It codes in steps of value x multiplier, in units of the message's own RMS, and a payload says all
+    that a receiver needs."""
+
+    value: float
+    multiplier: float = 1.0
+    #: Of the last message encoded: the mean of its squares.
+    mean_square: float = 0.0
+    #: Whether this instance's options let it be steered.
+    steers: bool = True
+
+
 class Compressor(ABC):
     """What a channel holds: a codec, or a memory around one. `name` is the canonical text (grammar.py)."""
 
@@ -73,6 +86,13 @@ class Compressor(ABC):
     diagnostics: dict[str, float]
     #: Whether it reads Context.peer. A wrapper has it of what it wraps.
     uses_peer: bool = False
+
+    def steered(self) -> list[Steered]:
+        """The codecs in it whose bytes can be steered, through wrappers and memories."""
+        if isinstance(self, Steered):
+            return [self] if self.steers else []
+        inside = getattr(self, "codec", None)
+        return inside.steered() if isinstance(inside, Compressor) else []
 
     @abstractmethod
     def encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor) -> int:

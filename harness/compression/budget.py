@@ -8,19 +8,10 @@ about log2(1 + 17.08 / s^2) / 2 bits an element if what it codes is normal; each
 factor its data differ. So one number, the level, decides all steps, and the budget decides the level. Wrong guesses
 are put right by the next step's measurement.
 
-How a trainer uses it (codec: grid, by=step):
-
-    budget = Budget(bytes_per_step=400_000)                        # or weights={"forward/0": 3.0, ...}
-    after each step, on every rank:
-        mine = {name: Observation(elements, mean_square, bytes, codec.value * codec.multiplier), ...}
-                                                                   # of the channels this rank sends on
-        seen = all_gather(mine)                                    # every rank now knows every channel's numbers
-        steps = budget.share(seen)                                 # pure arithmetic: the same answer on every rank
-        codec.multiplier = steps[name] / codec.value               # for those this rank sends on
-
+harness/rate_control.py gathers the numbers of all channels after each step, so that every rank works out the same answer.
 `elements`, `bytes` are sums over the step's micro-batches, `mean_square` is the mean of codec.mean_square over them.
 All micro-batches of a channel share one step in units of each message's own RMS, so a message of small values gets a
-small step. Only senders need the answer: a payload says its steps. The all-gather is of four numbers a channel.
+small step. Only senders need the answer: a payload says its steps.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ def estimate(text: str) -> float:
 
 def is_unbiased(text: str) -> bool:
     """Whether the mean of what is decoded, over the codec's own draws, is what was encoded. False for memories."""
-    node = _resolve(text)
-    return bool(formula.evaluate(node.plugin.extra.get("UNBIASED", "1 == 0"), _names(node)))
+    return _unbiased(_resolve(text))
 
 
 def state(text: str) -> str:
@@ -110,6 +109,15 @@ def uses(text: str) -> frozenset[str]:
     forward tensor; "relu": and is exact only where the boundary carries a ReLU's output; "steering": its bytes can be
     steered."""
     return frozenset(_uses(_resolve(text)))
+
+
+def is_steered(text: str) -> bool:
+    """Whether the bytes of what it codes can be steered (base.Compressor.steered): not those of a first visit, or of
+    a codec for the values of another one."""
+    node = _codec(_resolve(text))
+    while inside := [node.values[n] for n, e in node.plugin.parameters.items() if e.get("place") == "item"]:
+        node = inside[0]
+    return any("steering" in e.get("uses", {}).get(f"{node.values[n]}", ()) for n, e in node.plugin.parameters.items())
 
 
 def first_visit_bits(text: str) -> float:
@@ -390,8 +398,19 @@ def _estimate(node: _Compressor) -> float:
 
 
 def _names(node: _Compressor) -> dict[str, Any]:
-    """The parameters by name, for a formula: a nested compressor stands for its own estimate."""
-    return {name: _estimate(v) if isinstance(v, _Compressor) else v for name, v in node.values.items()}
+    """The parameters by name, for an expression: a nested compressor stands for its own estimate, and with
+    `_unbiased` after its name for whether it is."""
+    names: dict[str, Any] = {}
+    for name, value in node.values.items():
+        nested = isinstance(value, _Compressor)
+        names[name] = _estimate(value) if nested else value
+        if nested:
+            names[f"{name}_unbiased"] = _unbiased(value)
+    return names
+
+
+def _unbiased(node: _Compressor) -> bool:
+    return bool(formula.evaluate(node.plugin.extra.get("UNBIASED", "1 == 0"), _names(node)))
 
 
 def _uses(node: _Compressor) -> set[str]:

@@ -10,6 +10,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,6 +118,12 @@ def test_the_suite_covers_every_codec() -> None:
         assert isinstance(make(text), Codec), f"{text}: the class is a subclass of base.Codec"
         assert make(text).state == grammar.state(text) in ("none", "shared"), f"{text}: STATE is what the class says"
         assert isinstance(make(text), Stateful) == (grammar.state(text) == "shared"), "what is kept is saved"
+        assert grammar.bits(text) is not None or "FORMULA" in plugins.get("codecs", grammar.parse(text).name).extra, (
+            f"{text}: neither a parameter `bits` nor a FORMULA says how many bits an element it takes"
+        )
+        assert grammar.is_steered(text) == bool(make(text).steered()), (
+            f"{text}: `uses: steering` is what the class says"
+        )
         assert make(text).uses_peer == ("peer" in grammar.uses(text)), f"{text}: `uses` and uses_peer are one"
 
 
@@ -239,6 +246,35 @@ def test_a_stateful_codec_stays_equal_at_both_ends(text: str) -> None:
                 new.load_state_dict(old.state_dict())
             ends = fresh
     assert ends[0].digest() != make(text).digest()
+
+
+@pytest.mark.parametrize("text", [text for text in CASES if hasattr(make(text), "encode_change")])
+def test_a_change_coded_at_once_is_one_coded_in_steps(text: str) -> None:
+    """encode_change and decode_change: bytes of encode, and rows moved by what decode gives, rounded to bf16."""
+    shape, slots, codec = (3, 5, 9), np.array([4, 0, 2]), make(text)
+    ctx = context(text, shape, step=3, seed=5)
+    for turn in range(3):
+        x, m = sample(shape, turn), sample((6, 45), 9).to(torch.bfloat16)
+        change = x - m[slots].float().view(shape)
+        plain = encode(codec, change, ctx).clone()
+        values = decode(codec, plain, shape, ctx) + m[slots].float().view(shape)
+        due = m.clone()
+        due[slots] = values.view(3, -1).to(torch.bfloat16)
+        for end in ("sender", "receiver"):
+            rows = m.clone()
+            patterns = rows.view(torch.int16).numpy().view(np.uint16)
+            if end == "sender":
+                out = torch.zeros(codec.max_bytes(shape), dtype=torch.uint8)
+                done = codec.encode_change(x.view(3, -1).numpy(), np.arange(3), patterns, slots, ctx, out.numpy())
+                assert done is not None
+                assert torch.equal(out[: done[0]], plain)
+                largest = done[1]
+            else:
+                found = np.zeros((3, 45), np.float32)
+                largest = codec.decode_change(plain.numpy(), patterns, slots, ctx, found)
+                assert torch.equal(torch.from_numpy(found).view(shape), values)
+            assert torch.equal(rows, due)
+            assert largest == pytest.approx(values.abs().max().item(), rel=0.01)
 
 
 @pytest.mark.parametrize("text", [text for text, case in CASES.items() if case.get("entropy")])

@@ -13,7 +13,11 @@ CASES = {
     "plain": {},
     "memories": {"compression": {"forward": "delta(fixpoint:2)", "backward": "fixpoint:4", "warmup_epochs": 1}},
     "passes, evaluation through the codec": {
-        "compression": {"forward": "fixpoint:3", "backward": "fixpoint:6(rounding=stochastic)", "evaluation": "codec"},
+        "compression": {
+            "forward": "fixpoint:3(rounding=stochastic)",
+            "backward": "fixpoint:6(rounding=stochastic)",
+            "evaluation": "codec",
+        },
         "train": {"accumulate": 2, "batch_size": 32},
     },
     "a budget kept, gradients by it too": {

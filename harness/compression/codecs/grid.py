@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from thinpipe.harness.compression.base import Codec, Context
+from thinpipe.harness.compression.base import Codec, Context, Steered
 from thinpipe.harness.compression.kernels import entropy, rans
 from thinpipe.harness.compression.kernels.layout import layout
 from thinpipe.harness.compression.tensors import dense, own_decoding, raise_if_diverged, relative_error
@@ -38,7 +38,7 @@ RAW, CODED = 0, 1
 SAMPLE = 4096
 
 
-class EntropyCodedGrid(Codec):
+class EntropyCodedGrid(Codec, Steered):
     """level = sign(x) floor(|x| / step + 1/2 - dead), decoded = level x step.
 
     step: VALUE times the root mean square (RMS) of a scale's elements, in 2 bytes (bf16). dead: moves every threshold
@@ -57,12 +57,10 @@ class EntropyCodedGrid(Codec):
     encoded (of its elements, averaged over scales), for the same purpose.
     """
 
-    multiplier: float = 1.0
-    mean_square: float = 0.0
-
     def __init__(self, *, value: float, by: str = "step", scale: str = "tensor", dead: float = 0.0) -> None:
         self.value, self.by_rate, self.scale = float(value), by == "rate", scale
         self.bias = np.float32(0.5 - dead)
+        self.steers = not self.by_rate
         self.diagnostics: dict[str, float] = {}
 
     def encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor) -> int:

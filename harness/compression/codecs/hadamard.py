@@ -20,6 +20,7 @@ SUMMARY = (
     "tiles rotated by a random-sign Hadamard matrix, then another codec; tiles=outliers: only where one stands out"
 )
 SOURCE = "QuaRot (arXiv 2404.00456), HIGGS (arXiv 2411.17525); tiles=outliers is TAH-Quant's rule (arXiv 2506.01352)"
+UNBIASED = "codec_unbiased"
 PARAMETERS = {
     "codec": {"place": "item", "type": "codec"},
     "block": {"type": "word", "choices": ["32", "64", "128", "256", "512", "1024"], "default": "256"},

@@ -25,6 +25,7 @@ VERSION = 1
 SUMMARY = "exact float32 by zstandard, or bfloat16 with its exponents entropy-coded"
 SOURCE = "zstandard (RFC 8878); bf16: Zhang et al., 2025 (arXiv 2504.11651), exponents coded by rANS"
 FORMULA = "{'zstd': 27, 'bf16': 11}[method]"
+UNBIASED = "method == 'zstd'"
 PARAMETERS = {"method": {"place": "argument", "type": "word", "choices": ["zstd", "bf16"]}}
 CONTRACT = {
     "lossless:zstd": {"relative": 0.0, "absolute": 0.0, "floor": 0.0},

@@ -14,6 +14,7 @@ from thinpipe.harness.errors import CodecError
 VERSION = 1
 SUMMARY = "float32, uncompressed"
 SOURCE = "baseline"
+UNBIASED = "1 == 1"
 PARAMETERS = {"bits": {"place": "fixed", "value": 32}}
 CONTRACT = {"none": {"relative": 0.0, "absolute": 0.0}}
 

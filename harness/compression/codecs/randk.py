@@ -16,7 +16,7 @@ from thinpipe.harness.compression.tensors import require_finite
 VERSION = 1
 SUMMARY = "a random share of the elements, scaled to be unbiased; no positions are sent"
 SOURCE = "random sparsification with a shared seed (Stich et al., 2018, arXiv 1809.07599)"
-UNBIASED = "values == 32"
+UNBIASED = "values_unbiased"
 PARAMETERS = {
     "ratio": {"place": "argument", "type": "float", "above": 0.0, "max": 1.0},
     "values": {"type": "codec", "default": "none"},

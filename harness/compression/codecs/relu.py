@@ -14,6 +14,7 @@ from thinpipe.harness.compression.tensors import dense, own_decoding, relative_e
 VERSION = 1
 SUMMARY = "gradients: only positions where the forward tensor is not zero, by another codec"
 SOURCE = "chain rule at a ReLU; the idea is in SplitFC (arXiv 2307.10805)"
+UNBIASED = "codec_unbiased"
 PARAMETERS = {
     "codec": {"place": "item", "type": "codec"},
     "skips": {"place": "fixed", "value": "relu", "uses": {"relu": ["peer", "relu"]}},

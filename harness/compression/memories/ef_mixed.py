@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thinpipe.harness.compression.base import Codec, Context, Stateful
+from thinpipe.harness.compression.base import Codec, Context, Stateful, Steered
 from thinpipe.harness.compression.memories.ef import ErrorFeedback
 from thinpipe.harness.compression.row_memory import encode_part, length_bytes, part_length
 from thinpipe.harness.compression.tensors import own_decoding
@@ -44,6 +44,9 @@ class MixedErrorFeedback(ErrorFeedback):
         self.second = copy.deepcopy(codec)
         if isinstance(self.second, Stateful):
             self._stateful.append(self.second)
+
+    def steered(self) -> list[Steered]:
+        return [*super().steered(), *self.second.steered()]
 
     def _send(
         self, x: torch.Tensor, errors: torch.Tensor, ctx: Context, out: torch.Tensor, made: torch.Tensor
