@@ -88,8 +88,8 @@ tensors.py has the helpers named here):
 A codec may offer `encode_change` and `decode_change` (see codecs/fixpoint.py), by which delta forms, codes and
 adds a change in one pass; the bytes and the state are those of the plain way, which the suite checks.
 
-What tests/contract/test_memories.py asks of a memory (memories/ef.py is the shortest). Its constructor is given by name,
-besides its parameters, `capacity` (samples it will meet, None: not known) and `folder` (for rows on disk):
+What tests/contract/test_memories.py asks of a memory (memories/ef.py is the shortest). Its constructor is given by
+name, besides its parameters, `capacity` (samples it will meet, None: not known) and `folder` (for rows on disk):
 
     both ends   `state` shared: digests equal after any sequence of messages, also with repeats and missing samples;
                 sender: the receiver decodes without a state. `encode_decoded` gives what the other end decodes, and the

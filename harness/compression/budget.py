@@ -8,7 +8,7 @@ about log2(1 + 17.08 / s^2) / 2 bits an element if what it codes is normal; each
 factor its data differ. So one number, the level, decides all steps, and the budget decides the level. Wrong guesses
 are put right by the next step's measurement.
 
-harness/rate_control.py gathers the numbers of all channels after each step, so that every rank works out the same answer.
+harness/rate_control.py gathers the numbers of all channels after each step: all ranks get the same answer.
 `elements`, `bytes` are sums over the step's micro-batches, `mean_square` is the mean of codec.mean_square over them.
 All micro-batches of a channel share one step in units of each message's own RMS, so a message of small values gets a
 small step. Only senders need the answer: a payload says its steps.
