@@ -305,8 +305,9 @@ def _row_bytes(cache: grammar.Node, sample: Sequence[int]) -> int:
     elements = math.prod(sample)
     if cache.name in CACHE_BYTES:
         return CACHE_BYTES[cache.name] * elements
-    # Codes, and a scale of 2 B a channel.
-    return math.ceil(elements * grammar.estimate(_text(cache)) / 8) + 2 * sample[-1]
+    # Codes, and a scale of 2 B a channel; or a token, where the cache says so.
+    scales = math.prod(sample[:-1]) if cache.options.get("scale", cache).name == "token" else sample[-1]
+    return math.ceil(elements * grammar.estimate(_text(cache)) / 8) + 2 * scales
 
 
 def _text(node: grammar.Node) -> str:

@@ -163,7 +163,7 @@ class Memory(Compressor, Stateful):
     @abstractmethod
     def state_bytes(self, num_samples: int, shape: tuple[int, ...], microbatches: int = 1) -> int:
         """Bytes one end will hold in RAM for `num_samples` samples in messages of `shape`, `microbatches` of them a
-        step; checked before a run starts."""
+        step. (A run is refused by harness/memory.py's forecast of it, which imports no torch.)"""
 
     def prefetch(self, contexts: Sequence[Context]) -> None:
         """These messages come next, in this order: rows that lie on disk may be read ahead. Nothing by default."""

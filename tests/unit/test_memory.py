@@ -96,6 +96,7 @@ def test_long_runs_keep_many_spans():
         "delta(fixpoint:2, cache=fixpoint:8)",
         "delta(fixpoint:2, cache=fixpoint:3)",
         "delta(fixpoint:2, cache=fixpoint:3(rounding=stochastic))",
+        "delta(fixpoint:2, cache=fixpoint:4(scale=token))",
         "delta(fixpoint:4, store=disk)",
         "delta(fixpoint:4, key=slot)",
         "delta(fixpoint:4, key=batch, store=disk)",
