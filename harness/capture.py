@@ -163,9 +163,11 @@ def read(path: Path) -> list[Stream]:
             raise UserError(f"{path}: {name!r} is {what}: only tensors of floating-point numbers can be measured.")
         if value.dim() == 0 or value.numel() == 0:
             raise UserError(f"{path}: {name!r} has shape {tuple(value.shape)}: there is nothing to send.")
-        if not bool(torch.isfinite(value).all()):
-            raise UserError(f"{path}: {name!r} holds NaN or infinity, which no compressor takes.")
         values = value.detach().to(torch.float32).contiguous()[None, None]
+        if not bool(torch.isfinite(values).all()):
+            raise UserError(
+                f"{path}: {name!r} holds NaN or infinity, or what float32 cannot hold: no compressor takes that."
+            )
         streams.append(Stream(path.stem, name, "tensor", values, [[tuple(range(value.shape[0]))]]))
     return streams
 

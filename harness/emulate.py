@@ -60,12 +60,9 @@ class Result:
 def run(spec: RunSpec, *, watch: Watch | None = None, max_steps: int | None = None) -> Result:
     """Train as the run would and return its numbers. watch: sees what crosses in training; max_steps: end early,
     without changing the schedule. Raises UserError for what one process does not stand for, DivergedError where
-    training becomes non-finite (`.args[1]` is the Result so far)."""
+    training becomes non-finite."""
     pipeline = _Pipeline(spec, watch)
-    try:
-        pipeline.train(max_steps)
-    except DivergedError as error:
-        raise DivergedError(str(error), pipeline.result) from error
+    pipeline.train(max_steps)
     return pipeline.result
 
 

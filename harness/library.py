@@ -11,6 +11,8 @@ docs/library.md says what differs from torch's stage, docs/examples/compressed_s
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -58,6 +60,8 @@ class CompressedPipelineStage(CompressedStage):
         limit_s: float = 300.0,
     ) -> None:
         _require(stage_index, num_stages, device, group)
+        if num_microbatches < 1 or evaluation not in ("off", "codec"):
+            raise UserError('num_microbatches must be 1 or more, and evaluation "off" or "codec".')
         self.num_microbatches = num_microbatches
         self._use: dict[Direction, str] = {
             "forward": grammar.canonical(forward),
@@ -70,6 +74,7 @@ class CompressedPipelineStage(CompressedStage):
         #: What this stage has sent in training, by direction.
         self.sent: dict[Direction, Traffic] = {}
         self._steps = 0
+        self._around_step = False
         recorder = Recorder("", stage_index)
         recorder.keep_spans = False
         channels: dict[tuple[Direction, str], Channel] = {}
@@ -100,6 +105,14 @@ class CompressedPipelineStage(CompressedStage):
                     recorder=recorder,
                     policy=Policy(sample_every=0, limit_s=limit_s),
                 )
+        _agree(
+            {
+                "in": input_shape and list(input_shape), "out": output_shape and list(output_shape),
+                "compressors": [grammar.canonical(text) for text in (forward, backward)], "seed": seed,
+                "micro-batches": num_microbatches, "evaluation": evaluation,
+            },
+            group,
+        )  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, channels=channels, recorder=recorder, group=group)
 
     @contextlib.contextmanager
@@ -118,6 +131,9 @@ class CompressedPipelineStage(CompressedStage):
 
     @contextlib.contextmanager
     def _around(self, ids: Sequence[int], use: dict[Direction, str], *, training: bool) -> Iterator[None]:
+        if self._around_step:
+            raise UserError("one step or evaluation is under way, or has raised: end it first, or make the stage anew.")
+        ids = _whole_numbers(ids)
         rows, left = divmod(len(ids), self.num_microbatches)
         if left or any(channel.shape[0] != rows for channel in self.channels.values()):
             due = " and ".join(sorted({f"{channel.shape[0]}" for channel in self.channels.values()}))
@@ -128,7 +144,9 @@ class CompressedPipelineStage(CompressedStage):
         by_boundary = {(way, c.boundary): use[way] for (way, _), c in self.channels.items()}
         self.begin_step(self._steps, pieces, training=training, use=by_boundary, watch={})
         # A step that raised leaves nothing to wait for: its schedule and this stage are to be thrown away.
+        self._around_step = True
         yield
+        self._around_step = False
         for channel, traffic in self.finish_step(training=training):
             if training:
                 self.sent.setdefault(channel.direction, Traffic(traffic.compressor)).add(traffic)
@@ -139,6 +157,33 @@ class CompressedPipelineStage(CompressedStage):
                 f"the schedule has {num_microbatches} micro-batches, the stage was made for {self.num_microbatches}."
             )
         super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+
+
+def _agree(mine: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise UserError on every stage where two of them were made for different frames: a longer one than its receiver
+    expects would end that process."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for stage, (here, after) in enumerate(itertools.pairwise(everyone)):
+        if here["out"] != after["in"]:
+            raise UserError(
+                f"stage {stage} has output_shape={here['out']}, stage {stage + 1} input_shape={after['in']}: give both "
+                "the same."
+            )
+        for what in ("compressors", "seed", "micro-batches", "evaluation"):
+            if here[what] != after[what]:
+                raise UserError(f"stages {stage} and {stage + 1} have other {what}: {here[what]}, {after[what]}.")
+
+
+def _whole_numbers(ids: Sequence[int]) -> list[int]:
+    """Ids as ints: a tensor's elements would be another key at every visit."""
+    try:
+        found = [operator.index(one) for one in ids]
+    except TypeError:
+        raise UserError(f"ids must be whole numbers, a sample's each; got {type(next(iter(ids))).__name__}.") from None
+    if any(not -(2**63) <= one < 2**63 for one in found):
+        raise UserError("ids must fit 64 bits.")
+    return found
 
 
 def _require(stage_index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,12 +209,13 @@ def codecs_measure(
     from thinpipe.harness import capture, measure
 
     families = list(dict.fromkeys(families))
+    folder = out or CODECS / ("+".join(families) if tensor is None else tensor.stem)
+    _require_writable(folder)
     if tensor is not None:
         streams = capture.read(tensor)
     else:
         specs = {name: capture.spec_of(name, overrides, pretrained=pretrained) for name in families}
         streams = [stream for name, spec in specs.items() for stream in capture.capture(name, spec, say)]
-    folder = out or CODECS / ("+".join(families) if tensor is None else tensor.stem)
     rows, failed = measure.run(streams, texts, lambda text: say(f"measured {text}"))
     for line in failed:
         say(f"thinpipe: {line}")
@@ -226,6 +228,13 @@ def codecs_measure(
     return {"out": str(folder), "files": [str(path) for path in files], "failed": failed, "rows": rows}, int(
         bool(failed)
     )
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise UserError, before the minutes that measuring takes, where nothing could be written there."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{folder} cannot be written: {there} is no folder, or is not yours to write in.")
 
 
 def partition(model: str, stages: int, out: Path, cuts: str | None, family: str | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ An entry of PARAMETERS is a dict:
     aliases  {word: word}, other spellings of a choice, never in a canonical text
     pins     {word: [option, ...]}: that choice settles those options, so they cannot be written beside it
     needs    {word: {parameter: least}}: that choice asks at least this much of another parameter
+    plain    True: a nested codec here keeps nothing between messages and reads no forward tensor
     uses     {word: [what, ...]}: that choice asks something of where the compressor stands: "peer": it reads the
              forward tensor, so it is for gradients only; "relu": the boundary must carry a ReLU's output. "steering"
              asks nothing: its class is `Steered` too (base.py, harness/rate_control.py)

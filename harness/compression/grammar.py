@@ -235,6 +235,8 @@ def _compressor(text: str, node: Node, kinds: tuple[str, ...], words: Sequence[s
             values[name] = _item(text, node, entry, items)
         else:
             values[name] = _option(text, node, name, entry, left.pop(name, None))
+        if entry.get("plain") and isinstance(values[name], _Compressor):
+            _require_plain(text, node, values[name])
     if items:
         raise _error(text, items[0].position, _surplus(plugin, items[0]))
     if left:
@@ -282,6 +284,17 @@ def _item(text: str, node: Node, entry: Mapping[str, Any], items: list[Node]) ->
             f"{node.name!r} is a {what} and needs a codec inside, e.g. {node.name}(fixpoint:4)",
         )
     return _compressor(text, items.pop(0), ("codecs",))
+
+
+def _require_plain(text: str, node: Node, nested: _Compressor) -> None:
+    """Refuse, inside a codec that sends parts of a message, one that needs to know of others than these."""
+    if nested.plugin.extra.get("STATE", "none") != "none":
+        why = "keeps something between messages"
+    elif "peer" in _uses(nested):
+        why = "reads the forward tensor"
+    else:
+        return
+    raise _error(text, node.position, f"{_write(nested)} {why}, so it cannot stand inside {node.name}(...)")
 
 
 def _surplus(plugin: plugins.Plugin, item: Node) -> str:

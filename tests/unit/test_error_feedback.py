@@ -11,7 +11,7 @@ from thinpipe.harness.compression.base import Context
 from thinpipe.harness.compression.codecs.fixpoint import FixedPoint
 from thinpipe.harness.compression.memories.ef import ErrorFeedback
 from thinpipe.harness.compression.memories.ef_mixed import MixedErrorFeedback
-from thinpipe.harness.errors import CodecError
+from thinpipe.harness.errors import CodecError, DivergedError
 
 ROW = (4, 8)
 both = pytest.mark.parametrize("kind", [ErrorFeedback, MixedErrorFeedback])
@@ -156,6 +156,15 @@ def test_codecs_that_read_the_forward_tensor(kind):
     for i in range(3):
         # What the forward tensor rules out is not lost, so no later message may bring it back.
         assert not bool(error(memory, i)[peer[i] == 0].any())
+
+
+@both
+def test_a_non_finite_value_is_found_where_the_forward_tensor_hides_it(kind):
+    memory, peer = build(kind, Masked()), data(3, seed=9).relu()
+    x = data(3)
+    x[peer == 0] = float("nan")
+    with pytest.raises(DivergedError, match="non-finite"):
+        encode(memory, x, context((0, 1, 2), peer=peer))
 
 
 def test_what_cannot_be_kept_or_sent():

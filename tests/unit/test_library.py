@@ -104,6 +104,33 @@ def test_what_cannot_work_is_refused_at_once(changes, words, monkeypatch):
         CompressedPipelineStage(torch.nn.Identity(), num_stages=2, num_microbatches=2, **given)
 
 
+def test_a_tensor_of_ids_is_the_numbers_in_it():
+    assert library._whole_numbers(torch.tensor([3, 1])) == [3, 1]
+    for wrong in (["a"], [1.5], [2**63]):
+        with pytest.raises(UserError, match="ids must"):
+            library._whole_numbers(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"in": [2, 7]}, r"output_shape=\[2, 8\], stage 1 input_shape=\[2, 7\]"), ({"seed": 1}, "have other seed: 0, 1")],
+)
+def test_stages_made_for_different_frames_are_told_before_one_is_sent(changes, words, monkeypatch):
+    """gloo ends a process that receives more than it expects."""
+    first = {
+        "in": None, "out": [2, 8], "compressors": ["none", "none"], "seed": 0, "micro-batches": 2, "evaluation": "off",
+    }  # fmt: skip
+    last = {**first, "in": [2, 8], "out": None}
+
+    def gather(into, mine, group=None):
+        into[:] = [mine, last | changes]
+
+    monkeypatch.setattr(library.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(library.dist, "all_gather_object", gather)
+    with pytest.raises(UserError, match=words):
+        library._agree(first, None)
+
+
 def test_the_page_shows_the_example_as_it_is():
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     shown = "".join(f"    {line}".rstrip() + "\n" for line in EXAMPLE.read_text(encoding="utf-8").splitlines())

@@ -17,9 +17,9 @@ from thinpipe.harness.errors import CodecError
 VERSION = 1
 SUMMARY = "uniform quantiser that keeps zero, entropy-coded; step in RMS or chosen for a rate"
 SOURCE = "Sullivan, 1996 (IEEE Trans. Inf. Theory 42(5)): entropy-coded scalar quantisation; rANS: Duda, 2013"
-FORMULA = "value if by == 'rate' else log2(1 + 17.08 / value ** 2) / 2"
+FORMULA = "min(value, 32) if by == 'rate' else log2(1 + 17.08 / value ** 2) / 2"
 PARAMETERS = {
-    "value": {"place": "argument", "type": "float", "above": 0.0, "max": 64.0},
+    "value": {"place": "argument", "type": "float", "min": 0.001, "max": 64.0},
     "by": {"type": "word", "choices": ["step", "rate"], "default": "step", "uses": {"step": ["steering"]}},
     "scale": {"type": "word", "choices": ["tensor", "token", "channel"], "default": "tensor"},
     "dead": {"type": "float", "min": 0.0, "max": 0.5, "default": 0.0},

@@ -22,7 +22,7 @@ SUMMARY = (
 SOURCE = "QuaRot (arXiv 2404.00456), HIGGS (arXiv 2411.17525); tiles=outliers is TAH-Quant's rule (arXiv 2506.01352)"
 UNBIASED = "codec_unbiased"
 PARAMETERS = {
-    "codec": {"place": "item", "type": "codec"},
+    "codec": {"place": "item", "type": "codec", "plain": True},
     "block": {"type": "word", "choices": ["32", "64", "128", "256", "512", "1024"], "default": "256"},
     "tiles": {"type": "word", "choices": ["all", "outliers"], "default": "all"},
     "tau": {"type": "float", "min": 1.0, "max": 1000.0, "default": 2.0},

@@ -19,7 +19,7 @@ SOURCE = "random sparsification with a shared seed (Stich et al., 2018, arXiv 18
 UNBIASED = "values_unbiased"
 PARAMETERS = {
     "ratio": {"place": "argument", "type": "float", "above": 0.0, "max": 1.0},
-    "values": {"type": "codec", "default": "none"},
+    "values": {"type": "codec", "default": "none", "plain": True},
 }
 FORMULA = "ratio * values"
 CONTRACT = {

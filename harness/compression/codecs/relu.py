@@ -16,7 +16,7 @@ SUMMARY = "gradients: only positions where the forward tensor is not zero, by an
 SOURCE = "chain rule at a ReLU; the idea is in SplitFC (arXiv 2307.10805)"
 UNBIASED = "codec_unbiased"
 PARAMETERS = {
-    "codec": {"place": "item", "type": "codec"},
+    "codec": {"place": "item", "type": "codec", "plain": True},
     "skips": {"place": "fixed", "value": "relu", "uses": {"relu": ["peer", "relu"]}},
     "bits": {"place": "fixed", "value": None},
 }

@@ -21,7 +21,7 @@ SOURCE = "Rudakov et al., 2023 (arXiv 2401.07788): TopK per sample, values in fl
 PARAMETERS = {
     "ratio": {"place": "argument", "type": "float", "above": 0.0, "max": 1.0},
     "by": {"type": "word", "choices": ["sample", "token", "tensor"], "default": "sample"},
-    "values": {"type": "codec", "default": "none"},
+    "values": {"type": "codec", "default": "none", "plain": True},
     "mask": {
         "type": "word",
         "choices": ["own", "forward"],

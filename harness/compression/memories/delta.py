@@ -26,6 +26,7 @@ PARAMETERS = {
     "codec": {"place": "item", "type": "codec"},
     "cache": {
         "type": "codec",
+        "plain": True,
         "choices": ["bf16", "fp16", "fp32"],
         "aliases": {"none": "fp32"},
         "default": "bf16",

@@ -60,7 +60,9 @@ class ErrorFeedback(RowMemory):
     def _encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor | None) -> int:
         ids = self._begin(ctx)
         if self.uses_peer and ctx.peer is not None:
-            # What the codec leaves out by the forward tensor is not lost, so it must not come back as an error.
+            # What the codec leaves out by the forward tensor is not lost, so it must not come back as an error. The
+            # codec will not see it, so whether it is finite is asked here.
+            require_finite(x)
             x = torch.where(ctx.peer != 0, x, 0.0)
         errors = self._errors(ids, ctx, x.device)
         made = self._scratch("made", ctx.shape, x.device) if decoded is None else decoded
