@@ -45,7 +45,9 @@ def test_one_process_is_the_plain_loop() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.lab
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("plain", "memories") else n for n in CASES]
+)
 def test_one_process_gives_the_numbers_of_the_run(lab: Lab, name: str) -> None:
     spec = small(pipeline={"stages": 3, "microbatches": 4}, **CASES[name])
     found = emulate.run(spec)

@@ -72,6 +72,7 @@ def test_resnet_equals_a_plain_loop_at_any_cut(trained):
     compare(trained, resnet, [1, 2, 4], ("accuracy",))
 
 
+@pytest.mark.slow
 def test_relative_embeddings_train_alike_at_any_cut(trained, sentences):
     one, three = (
         trained.losses(deberta(sentences, model={"shared": "summed"}, pipeline={"stages": stages})) for stages in (1, 3)
@@ -92,6 +93,7 @@ def test_every_family_trains_compressed(trained, sentences, family):
     assert losses[-1] == pytest.approx(plain[-1], rel=0.15)
 
 
+@pytest.mark.slow
 def test_augmented_variants_have_rows_of_their_own(trained):
     methods = {"forward": "delta(fixpoint:4)", "backward": "fixpoint:8"}
     task = {"augment": "variant", "variants": 2}

@@ -140,6 +140,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_names_its_size(tokenizer, cach
         lm.prepare(TaskSpec(tokenizer=str(tokenizer), vocab_size=399), cache)
 
 
+@pytest.mark.slow
 def test_sentences_need_a_padding_token(tokenizer, tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("sentence,label\n" + "good one,1\nbad one,0\n" * 20)
