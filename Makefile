@@ -18,7 +18,7 @@ help:
 	@echo "make test-slow  the tests that take minutes each"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks under bench/, JSON on stdout"
-	@echo "make bench-loss bytes at equal loss, against both papers' methods (an hour)"
+	@echo "make bench-loss bytes at equal loss, against both papers' methods (half an hour)"
 	@echo "make clean      remove the environment and caches; results/ stays"
 
 setup: $(STAMP)
@@ -61,7 +61,7 @@ bench: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@for name in codec pipeline_vs_stock run_overhead; do $(BIN)/python bench/$$name.py --json || exit 1; done
 
-# An hour: trains every arm with five seeds, after the model it starts from.
+# Half an hour: trains every arm with five seeds, after the model it starts from.
 bench-loss: setup
 	$(BIN)/thinpipe pretrain gpt2-tiny-shakespeare >&2
 	$(BIN)/thinpipe fetch-data fashion-mnist >&2

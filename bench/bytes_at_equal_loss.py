@@ -10,7 +10,7 @@ All arms of a model share data, steps, schedule and seeds. bytes: every frame of
 first visits, warm-up and side information included. loss: mean training loss of the last epoch, compression on. A
 setting holds where its loss is not worse by more than 1 %: the upper end of the one-sided 90 % interval of the paired
 ratio is at most 1.01. The settings were chosen on seeds that are not used here (docs/log.md says which others were
-tried). Numbers are those of emulate.run, which are a real run's, bit for bit. Takes about an hour on two cores.
+tried). Numbers are those of emulate.run, which are a real run's, bit for bit. Takes about half an hour on two cores.
 
 Needs once: thinpipe pretrain gpt2-tiny-shakespeare; thinpipe fetch-data fashion-mnist.
 """

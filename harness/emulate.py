@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -87,7 +87,7 @@ class _Boundary:
         by_text, key = self.compressors[ctx.direction], (ctx.direction, self.index)
         active = by_text[regime.use[key]]
         if not active.uses_peer:
-            ctx = Context(**{**vars(ctx), "peer": None})
+            ctx = replace(ctx, peer=None)
         decoded = torch.empty(self.shape)
         length = active.encode_decoded(x, ctx, self.buffer, decoded)
         if ctx.training:

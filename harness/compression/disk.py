@@ -28,11 +28,13 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from thinpipe.harness.errors import UserError
+from thinpipe.harness.errors import CodecError, UserError
 
 #: Messages whose rows are resident at once, at most: the one at hand, the next, and those not yet written back.
 WINDOW = 4
 _BEHIND = WINDOW - 2
+# A disk that writes a few messages' rows no faster than this has failed.
+LIMIT_S = 120.0
 # Linux 5.14; not among Python's constants.
 _POPULATE_WRITE = 23
 
@@ -120,7 +122,11 @@ class Disk(Ram):
         self._behind.append(_ask(release))
         # A disk slower than the training must not fill the RAM meanwhile.
         while len(self._behind) > _BEHIND:
-            self._behind.popleft().wait()
+            if not self._behind.popleft().wait(LIMIT_S):
+                raise CodecError(
+                    f"the disk under {self._folder} took no rows of a memory for {LIMIT_S:.0f} s: is it still there? "
+                    "Use another folder or store=ram"
+                )
 
     def lend(self) -> None:
         self._lent = True

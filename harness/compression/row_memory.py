@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,9 @@ class RowMemory(Memory):
     def encode_decoded(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor) -> int:
         return self._encode(dense(x, ctx), ctx, out, decoded)
 
+    @abstractmethod
     def _encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor | None) -> int:
-        raise NotImplementedError
+        """As `encode` of contiguous float32; fills `decoded`, where it is given, as `encode_decoded` does."""
 
     def digest(self) -> int:
         own = self.rows.digest()

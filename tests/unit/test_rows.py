@@ -310,3 +310,15 @@ def test_a_forked_process_has_a_helper_of_its_own(tmp_path):
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_disk_that_stands_still_is_told(monkeypatch, tmp_path):
+    """Rows that are not written back would fill the RAM, so they are waited for; not for ever."""
+    monkeypatch.setattr(disk, "LIMIT_S", 0.05)
+    monkeypatch.setattr(disk, "_ask", lambda task: threading.Event())
+    store = disk.Disk(tmp_path)
+    store.grow(torch.empty((0, 4096), dtype=torch.uint8), 0, (8, 4096), torch.device("cpu"))
+    for place in range(WINDOW - 2):
+        store.end([place])
+    with pytest.raises(CodecError, match="took no rows of a memory"):
+        store.end([WINDOW - 2])

@@ -11,7 +11,7 @@ from thinpipe.harness.errors import UserError
 def test_every_preset_can_be_prepared():
     texts = {text for preset in PRESETS.values() for text in (preset.forward, preset.backward)}
     assert "topk:0.02(mask=forward)" in texts
-    assert warm_up(texts) < 300
+    warm_up(texts)  # raises where one of them cannot take a message
 
 
 @pytest.mark.parametrize(
