@@ -6,16 +6,29 @@ Exit codes: 0 all done, 1 some runs failed (doctor: a required check), 2 a mista
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
+
+from thinpipe.harness.shell import (
+    RESULTS,
+    ExperimentArg,
+    JsonOption,
+    LimitOption,
+    OnlyOption,
+    ResultsOption,
+    SetOption,
+    SizeOption,
+    command,
+    files,
+    guarded,
+    show,
+)
+from thinpipe.harness.shell import results as results_verbs
 
 app = typer.Typer(
     help="Measure what compressing pipeline-parallel training buys on slow networks, and what it costs.",
@@ -43,58 +56,6 @@ codecs_ = typer.Typer(
 )
 app.add_typer(codecs_, name="codecs")
 
-ExperimentArg = Annotated[
-    str, typer.Argument(metavar="EXPERIMENT", help="Name, path of a TOML file, or a stored run.json.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting or an axis; repeatable."),
-]
-ResultsOption = Annotated[Path, typer.Option("--results", metavar="DIR", help="The results folder.")]
-OnlyOption = Annotated[
-    str | None,
-    typer.Option("--only", metavar="EXPR", help="Choose runs, e.g. 'arm=FP32|AQ*,network.rate_mbit=10'."),
-]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Execute at most N runs now.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-RESULTS = Path("results")
-
-
-def command(group: typer.Typer, name: str) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a verb. It returns its exit code; errors meant for people become one message and exit code
-    2."""
-
-    def register(verb: Callable[..., int | None]) -> Callable[..., None]:
-        @functools.wraps(verb)
-        def guarded(*args: Any, **kwargs: Any) -> None:
-            raise typer.Exit(_guarded(functools.partial(verb, *args, **kwargs)))
-
-        return group.command(name)(guarded)
-
-    return register
-
-
-def _guarded(verb: Callable[[], int | None]) -> int:
-    from thinpipe.harness.errors import UserError
-    from thinpipe.netem.errors import NetemError
-
-    try:
-        return verb() or 0
-    except (UserError, NetemError) as error:
-        print(f"thinpipe: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("thinpipe: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; nothing more can be said there.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        return 0
-    except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        print(f"thinpipe: {what}{error.strerror or error}. Nothing that was finished is lost.", file=sys.stderr)
-        return 2
-
 
 @command(app, "doctor")
 def doctor(results: ResultsOption = RESULTS, as_json: JsonOption = False) -> int:
@@ -102,7 +63,7 @@ def doctor(results: ResultsOption = RESULTS, as_json: JsonOption = False) -> int
     from thinpipe.harness import doctor, render
 
     found = doctor.checks(results)
-    _show(found, as_json, render.checks)
+    show(found, as_json, render.checks)
     return 0 if all(check["ok"] for check in found if check["required"]) else 1
 
 
@@ -114,7 +75,7 @@ def list_(
     """List experiments, compressors, models, tasks, figures and links."""
     from thinpipe.harness import render, views
 
-    _show(views.listing(kind), as_json, render.listing)
+    show(views.listing(kind), as_json, render.listing)
 
 
 @command(app, "plan")
@@ -122,6 +83,7 @@ def plan(
     experiment: ExperimentArg,
     *,
     overrides: SetOption = None,
+    size: SizeOption = None,
     results: ResultsOption = RESULTS,
     only: OnlyOption = None,
     limit: LimitOption = None,
@@ -130,8 +92,8 @@ def plan(
     """Show an experiment's runs, their state and predicted time; execute nothing."""
     from thinpipe.harness import render, verbs, views
 
-    made = verbs.planned(experiment, overrides, results, only=only, limit=limit)[2]
-    _show(views.plan(made), as_json, render.plan)
+    made = verbs.planned(experiment, overrides, results, only=only, limit=limit, size=size)[2]
+    show(views.plan(made), as_json, render.plan)
 
 
 @command(app, "run")
@@ -139,6 +101,7 @@ def run(
     experiment: ExperimentArg,
     *,
     overrides: SetOption = None,
+    size: SizeOption = None,
     results: ResultsOption = RESULTS,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also repeat failed runs.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat every chosen run, also finished ones.")] = False,
@@ -155,9 +118,11 @@ def run(
     """Execute what is not done yet, then write tables and figures. Ctrl-C is safe: run again to resume."""
     from thinpipe.harness import render, verbs, views
 
-    loaded, store, made = verbs.planned(experiment, overrides, results, only=only, limit=limit)
+    loaded, store, made = verbs.planned(
+        experiment, overrides, results, only=only, limit=limit, size=size, measure=not dry_run
+    )
     if dry_run:
-        _show(views.plan(made, retry_failed=retry_failed, force=force), as_json, render.plan)
+        show(views.plan(made, retry_failed=retry_failed, force=force), as_json, render.plan)
         return 0
     rows, figures, code = verbs.run(
         loaded,
@@ -168,7 +133,7 @@ def run(
         fail_fast=fail_fast,
         allow_unreached=allow_unreached,
     )
-    _show(rows, as_json, lambda data: render.cells(views.cells(data)))
+    show(rows, as_json, lambda data: render.cells(views.cells(data)))
     for name in figures:
         verbs.say(f"figure: {name}")
     return code
@@ -177,17 +142,18 @@ def run(
 @command(app, "status")
 def status(
     experiment: Annotated[str | None, typer.Argument(metavar="[EXPERIMENT]", help="Only this one.")] = None,
+    size: SizeOption = None,
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
     """Show how far each experiment is, also while a sweep runs."""
     from thinpipe.harness import render, verbs
 
-    _show(verbs.status(experiment, results), as_json, render.status)
+    show(verbs.status(experiment, results, size), as_json, render.status)
 
 
 @command(app, "show")
-def show(
+def show_run(
     run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="A run's id or the beginning of it.")],
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
@@ -197,15 +163,20 @@ def show(
     from thinpipe.harness.store import Store
 
     store = Store(results)
-    _show(views.run(store, views.find_run(store, run_id)), as_json, render.run)
+    show(views.run(store, views.find_run(store, run_id)), as_json, render.run)
 
 
 @command(app, "tables")
-def tables(experiment: ExperimentArg, results: ResultsOption = RESULTS, as_json: JsonOption = False) -> None:
+def tables(
+    experiment: ExperimentArg,
+    size: SizeOption = None,
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
     """Write an experiment's tables from its finished runs."""
     from thinpipe.harness import verbs
 
-    _show(verbs.tables(experiment, results), as_json, _files)
+    show(verbs.tables(experiment, results, size), as_json, files)
 
 
 @command(app, "plot")
@@ -216,6 +187,7 @@ def plot(
             metavar="[FIGURE]... EXPERIMENT", help="Figures (default: all), then experiment; or: trace RUN_ID."
         ),
     ],
+    size: SizeOption = None,
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
@@ -223,7 +195,7 @@ def plot(
     from thinpipe.harness import verbs
 
     *figures, experiment = names
-    _show(verbs.plot(experiment, results, figures), as_json, _files)
+    show(verbs.plot(experiment, results, figures, size), as_json, files)
 
 
 @command(app, "trace")
@@ -235,7 +207,7 @@ def trace(
     """Write a finished run as a Chrome trace (for Perfetto or chrome://tracing): what each rank did when."""
     from thinpipe.harness import verbs
 
-    _show(verbs.trace(run_id, results), as_json, _files)
+    show(verbs.trace(run_id, results), as_json, files)
 
 
 @command(app, "fetch-data")
@@ -246,7 +218,7 @@ def fetch_data(
     """Fetch data and weights that no Python package places, checked by hash; without a NAME, list them."""
     from thinpipe.harness import render, verbs
 
-    _show(verbs.fetch_data(names or []), as_json, render.fetched)
+    show(verbs.fetch_data(names or []), as_json, render.fetched)
 
 
 @command(app, "pretrain")
@@ -261,7 +233,7 @@ def pretrain(
     """Train a small model once, to fine-tune from: model.checkpoint = "pretrained:RECIPE"; without one, list them."""
     from thinpipe.harness import render, verbs
 
-    _show(verbs.pretrain(recipe, overrides or [], out, force=force), as_json, render.pretrained)
+    show(verbs.pretrain(recipe, overrides or [], out, force=force), as_json, render.pretrained)
 
 
 @command(app, "partition")
@@ -279,7 +251,7 @@ def partition(
     """Cut a checkpoint into a file a stage, so that each rank reads its own part only."""
     from thinpipe.harness import render, verbs
 
-    _show(verbs.partition(model, stages, out, cuts, family), as_json, render.partitioned)
+    show(verbs.partition(model, stages, out, cuts, family), as_json, render.partitioned)
 
 
 @command(app, "merge")
@@ -291,7 +263,7 @@ def merge(
     """Make one checkpoint of a partition, or of a run's training checkpoint, that transformers loads."""
     from thinpipe.harness import render, verbs
 
-    _show(verbs.merge(folder, out), as_json, render.merged)
+    show(verbs.merge(folder, out), as_json, render.merged)
 
 
 @codecs_.callback()
@@ -305,11 +277,11 @@ def codecs(
     def verb() -> int:
         from thinpipe.harness import codecs, render
 
-        _show(codecs.presets() if presets else codecs.listing(), as_json, render.presets if presets else render.codecs)
+        show(codecs.presets() if presets else codecs.listing(), as_json, render.presets if presets else render.codecs)
         return 0
 
     if context.invoked_subcommand is None:
-        raise typer.Exit(_guarded(verb))
+        raise typer.Exit(guarded(verb))
 
 
 @command(codecs_, "show")
@@ -320,7 +292,7 @@ def codecs_show(
     """Show one in full: parameters, ranges, defaults, source, what the contract suite holds it to."""
     from thinpipe.harness import codecs, render
 
-    _show(codecs.one(name), as_json, render.codec)
+    show(codecs.one(name), as_json, render.codec)
 
 
 @command(codecs_, "measure")
@@ -351,7 +323,7 @@ def codecs_measure(
     found, code = verbs.codecs_measure(
         texts or [], models or [], tensor, out, overrides=overrides or [], pretrained=pretrained
     )
-    _show(found, as_json, lambda data: render.measured(views.measured(data["rows"])))
+    show(found, as_json, lambda data: render.measured(views.measured(data["rows"])))
     for name in found["files"]:
         verbs.say(f"wrote {name}")
     return code
@@ -368,7 +340,7 @@ def train(context: typer.Context) -> None:
 
         return acsgd.main(context.args)
 
-    raise typer.Exit(_guarded(verb))
+    raise typer.Exit(guarded(verb))
 
 
 @command(net, "script")
@@ -384,16 +356,7 @@ def net_script(
     print(verbs.net_script(addresses, host, interface, rate_mbit), end="")
 
 
-def _show(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
-    if as_json:
-        print(json.dumps(data, indent=1, allow_nan=False))
-    else:
-        render(data)
-
-
-def _files(data: dict[str, Any]) -> None:
-    for name in data["files"]:
-        print(name)
+results_verbs.register(app)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ SCHEDULES = {
     "dualpipev": "ScheduleDualPipeV",
 }
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
-COMPARED = ("threads", "dtype", "autocast", "seed", "schedule", "optimizer", "exchange")
+COMPARED = ("threads", "dtype", "compute", "autocast", "seed", "schedule", "optimizer", "exchange")
 
 
 def requested(spec: RunSpec) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def requested(spec: RunSpec) -> dict[str, Any]:
     return {
         "threads": 1,
         "dtype": "float32",
+        "compute": spec.compute,
         "autocast": {"none": "None", "bf16": "bfloat16"}[spec.train.autocast],
         "seed": spec.seed,
         "schedule": SCHEDULES[spec.pipeline.schedule],

@@ -8,7 +8,8 @@
 
 Settings are RunSpec's keys, nested or dotted. Precedence: base < part's base < axes < arm; `--set` replaces
 what the base or an axis says, and is refused where an arm says it, since the arm's label would then be
-untrue. TOML has no null: "none" stands for it where a setting may be empty.
+untrue. TOML has no null: "none" stands for it where a setting may be empty. Sizes and workloads: sizes.py;
+[[claim]], [compose] and needs: declared.py.
 
 >>> load("smoke").name
 'smoke'
@@ -18,28 +19,37 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import random
 import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from thinpipe.harness import declared, sizes
+from thinpipe.harness.declared import Claim, Compose
 from thinpipe.harness.errors import UserError, near_miss
+from thinpipe.harness.settings import Settings, empty, flatten, nest, parse_override
 
-TOP_KEYS = ("name", "title", "question", "base", "seeds", "arm", "part")
+TOP_KEYS = (
+    "name", "title", "question", "base", "seeds", "arm", "part", "workload", "size", "claim", "compose", "needs",
+    "figures",
+)  # fmt: skip
 PART_KEYS = ("name", "base", "axes", "seeds", "arm")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Folders of results/ that are not an experiment's.
 RESERVED = ("runs",)
+# Folders of experiments/ that hold something else.
+NO_EXPERIMENTS = ("workloads", "profiles", "wan")
+#: The part of the runs that composed curves are held against.
+COMPOSITION_CHECK = "composition-check"
 
 if typing.TYPE_CHECKING:
     from thinpipe.harness.spec import RunSpec
-
-Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,21 @@ class ExperimentPart:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A declared grid, expanded. `seeds` in the order they are to be run."""
+    """A declared grid, expanded. `seeds` in the order they are to be run; claims: those of this size; figures: the
+    ones it is drawn in, all that fit when empty."""
 
     name: str
     title: str
     question: str
     parts: tuple[ExperimentPart, ...]
+    size: str | None = None
+    claims: tuple[Claim, ...] = ()
+    compose: Compose | None = None
+    needs: tuple[tuple[str, str], ...] = ()
+    figures: tuple[str, ...] = ()
+    #: How it was asked for: name or path, and the changes.
+    source: str = ""
+    overrides: tuple[str, ...] = ()
 
     def cells(self) -> Iterator[Cell]:
         for part in self.parts:
@@ -80,16 +99,33 @@ class Experiment:
 
 
 def builtin() -> dict[str, str]:
-    """Text of each experiment that comes with the package, by name."""
-    files = resources.files("thinpipe.experiments").iterdir()
-    return {f.name[:-5]: f.read_text(encoding="utf-8") for f in files if f.name.endswith(".toml")}
+    """Text of each experiment that comes with the package, by name; of one in a folder: `acsgd/F3a`."""
+    root = resources.files("thinpipe.experiments")
+    folders = [("", root)] + [
+        (f"{f.name}/", f) for f in root.iterdir() if f.is_dir() and f.name not in NO_EXPERIMENTS and f.name[0].isalpha()
+    ]
+    return {
+        f"{prefix}{f.name[:-5]}": f.read_text(encoding="utf-8")
+        for prefix, folder in folders
+        for f in folder.iterdir()
+        if f.name.endswith(".toml")
+    }
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+def group(name: str) -> list[str]:
+    """The experiments that come with the package in one folder, e.g. `acsgd`, in the order of their names."""
+    return sorted((n for n in builtin() if n.startswith(f"{name}/")), key=_natural)
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
+
+
+def load(source: str | Path, overrides: Sequence[str] = (), size: str | None = None) -> Experiment:
     """Read an experiment by path, by the name of one that comes with the package, or a stored run.json.
 
-    overrides: "a.b=v" texts, v a TOML value or a bare word. Raises UserError naming the file and what is
-    wrong."""
+    overrides: "a.b=v" texts, v a TOML value or a bare word; size: of one that has sizes. Raises UserError naming the
+    file and what is wrong."""
     where, text = _read(str(source))
     if where.endswith(".json"):
         data = _from_run(where, text)
@@ -98,10 +134,13 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Experiment:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{where} is not valid TOML: {error}") from None
-    return expand(data, overrides, where=where)
+    made = expand(data, overrides, where=where, size=size)
+    return replace(made, source=str(source), overrides=tuple(overrides))
 
 
-def expand(data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "experiment") -> Experiment:
+def expand(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "experiment", size: str | None = None
+) -> Experiment:
     """Expand declared data (as TOML gives it) into an Experiment. Pure but for reading plug-ins' literals."""
     _known(data, TOP_KEYS, where)
     changes = dict(parse_override(text) for text in overrides)
@@ -109,38 +148,123 @@ def expand(data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str
     seeds = changes.pop("seeds", None)
     if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
         raise UserError(f"{where}: `name` must be a word of letters, digits, . _ - (and not `runs`), got {name!r}.")
-    declared = _tables(data, "part", where)
-    if not declared:
+    items = _tables(data, "part", where)
+    if not items:
         raise UserError(f"{where}: there is no [[part]], so there is nothing to run. Add one with name, base and arm.")
-    changes = {key: _value(key, value, "--set") for key, value in changes.items()}
+    layer = sizes.choose(data, size, where)
+    changes = {key: empty(key, value) for key, value in changes.items()}
     parts = []
-    for item in declared:
+    for item in items:
         merged = {"seeds": data.get("seeds", [0]), "arm": data.get("arm", []), **item}
+        if layer.seeds is not None and "seeds" not in item:
+            merged["seeds"] = layer.seeds
+        merged |= {key: value for key, value in layer.parts.get(item.get("name"), {}).items() if key == "seeds"}
         if seeds is not None:
             merged["seeds"] = seeds
-        parts.append(_expand_part(merged, data.get("base", {}), changes, where))
+        if item.get("name") not in layer.skip:
+            parts.append(_expand_part(merged, layer, changes, where))
     _unique([part.name for part in parts], f"{where}: part name")
-    return Experiment(name, str(data.get("title", name)), str(data.get("question", "")), tuple(parts))
+    composed = None
+    if "compose" in data:
+        composed = declared.compose(data["compose"], where)
+    if composed is not None and {composed.timing, composed.convergence} & set(layer.skip):
+        composed = None  # a size without one of the two has no curves
+    if composed is not None:
+        parts += _composition_check(composed, parts, str(name), where)
+    return Experiment(
+        name if layer.name is None else f"{name}.{layer.name}",
+        str(data.get("title", name)),
+        str(data.get("question", "")),
+        tuple(parts),
+        layer.name,
+        _claims(data, layer.name, parts, where),
+        composed,
+        declared.needs(data.get("needs", []), where),
+        declared.figures(data.get("figures", []), where),
+    )
 
 
-def _expand_part(item: Mapping[str, Any], shared: Any, changes: Settings, where: str) -> ExperimentPart:
+def _expand_part(item: Mapping[str, Any], layer: sizes.Layer, changes: Settings, where: str) -> ExperimentPart:
     _known(item, PART_KEYS, f"{where} part")
     name = item.get("name")
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: a [[part]] needs a name.")
     where = f"{where} part {name!r}"
-    base = {**flatten(shared, f"{where} base"), **flatten(item.get("base", {}), f"{where} base")}
-    axes = _axes(item.get("axes", {}), changes, where)
+    own = layer.parts.get(name, {})
+    base: Settings = {}
+    for settings in (*layer.base, item.get("base", {}), own.get("base", {})):
+        base |= flatten(settings, f"{where} base")
+    axes = _axes(item.get("axes", {}), own.get("axes", {}), changes, where)
     seeds = _seeds(item["seeds"], where)
-    arms = _arms(item["arm"], axes, changes, where)
+    arms = [(label, arm) for label, arm in _arms(item["arm"], axes, changes, where) if layer.keeps(label)]
+    if not arms:
+        raise UserError(f"{where}: size {layer.name!r} keeps none of its arms.")
     fixed = {key: value for key, value in changes.items() if key not in axes}
     cells = []
-    for label, own in arms:
+    for label, arm in arms:
         for point in itertools.product(*axes.values()):
-            settings = {**dict(zip(axes, point, strict=True)), **own}
+            settings = {**dict(zip(axes, point, strict=True)), **arm}
             runs = _runs({**base, **fixed, **settings}, seeds, f"{where} arm {label!r}")
             cells.append(Cell(name, label, settings, runs[0][1].cell_id, runs))
     return ExperimentPart(name, tuple(cells))
+
+
+def _claims(
+    data: Mapping[str, Any], size: str | None, parts: Sequence[ExperimentPart], where: str
+) -> tuple[Claim, ...]:
+    """The claims of one size, each checked against the parts and arms that there are."""
+    found = declared.claims(_tables(data, "claim", where), where)
+    for claim in found:
+        for name in claim.sizes:
+            if name not in sizes.SIZES:
+                raise UserError(f"{where} claim {claim.name!r}: unknown size {name!r}.{near_miss(name, sizes.SIZES)}")
+    found = tuple(claim for claim in found if not claim.sizes or size in claim.sizes)
+    if found:
+        from thinpipe.harness import claims
+
+        by_name = {part.name: part for part in parts}
+        for claim in found:
+            claims.check(claim, by_name, where)
+    return found
+
+
+def _composition_check(
+    composed: Compose, parts: Sequence[ExperimentPart], name: str, where: str
+) -> list[ExperimentPart]:
+    """The runs in full that composed curves are held against: a share of (arm, network, seed), drawn by the name."""
+    by_name = {part.name: part for part in parts}
+    for part in (composed.timing, composed.convergence):
+        if part not in by_name:
+            raise UserError(f"{where} compose: there is no part {part!r}.{near_miss(part, by_name)}")
+    if not composed.check:
+        return []
+    trained = {(cell.arm, seed): spec for cell in by_name[composed.convergence].cells for seed, spec in cell.runs}
+    networks: dict[str, tuple[Cell, RunSpec]] = {}
+    for cell in by_name[composed.timing].cells:
+        spec = cell.runs[0][1]
+        if spec.compute == "replay":
+            raise UserError(
+                f"{where} compose: a replayed part ({composed.timing}) trains nothing, so no curve of it can be run in "
+                "full: set check = 0"
+            )
+        networks.setdefault(spec.network.model_dump_json(), (cell, spec))
+    every = [(key, place) for key in trained for place in networks]
+    drawn = random.Random(f"{COMPOSITION_CHECK}/{name}").sample(every, max(1, math.ceil(composed.check * len(every))))
+    cells: dict[tuple[str, str], list[tuple[int, RunSpec]]] = {}
+    for (arm, seed), place in sorted(drawn):
+        full = trained[arm, seed].model_copy(update={"network": networks[place][1].network, "measure": "full"})
+        cells.setdefault((arm, place), []).append((seed, full))
+    made = [
+        Cell(
+            COMPOSITION_CHECK,
+            arm,
+            {k: v for k, v in networks[place][0].settings.items() if k.startswith("network.")},
+            runs[0][1].cell_id,
+            tuple(runs),
+        )
+        for (arm, place), runs in cells.items()
+    ]
+    return [ExperimentPart(COMPOSITION_CHECK, tuple(made))]
 
 
 def _runs(merged: Settings, seeds: list[int], where: str) -> tuple[tuple[int, RunSpec], ...]:
@@ -149,15 +273,16 @@ def _runs(merged: Settings, seeds: list[int], where: str) -> tuple[tuple[int, Ru
     return tuple((seed, parse({**nest(merged), "seed": seed}, where=where)) for seed in seeds)
 
 
-def _axes(data: Any, changes: Settings, where: str) -> dict[str, list[Any]]:
+def _axes(data: Any, of_size: Any, changes: Settings, where: str) -> dict[str, list[Any]]:
     axes = {}
-    for key, values in flatten(data, f"{where} axes", convert=False).items():
+    declared_axes = flatten(data, f"{where} axes", convert=False) | flatten(of_size, f"{where} axes", convert=False)
+    for key, values in declared_axes.items():
         if key in changes:
             values = changes[key] if isinstance(changes[key], list) else [changes[key]]
         if not isinstance(values, list) or not values:
             raise UserError(f"{where}: axis {key} must be a list of at least one value, got {values!r}.")
         _unique(values, f"{where}: axis {key} value")
-        axes[key] = [_value(key, value, f"{where} axes") for value in values]
+        axes[key] = [empty(key, value) for value in values]
     return axes
 
 
@@ -193,111 +318,11 @@ def _seeds(values: Any, where: str) -> list[int]:
     return values
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """("a.b", value) of "a.b=v"; UserError on an unknown key.
-
-    >>> parse_override("network.rate_mbit=[10, 30]")
-    ('network.rate_mbit', [10, 30])
-    """
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"--set {text!r}: write it as key=value, e.g. --set train.epochs=3")
-    valid = {**setting_keys(), "seeds": False, "name": False}
-    if key not in valid:
-        hint = " Seeds are set as a list: --set seeds=[0,1]" if key == "seed" else _near_key(key, valid)
-        raise UserError(f"--set {key}: unknown key.{hint}")
-    try:
-        parsed = tomllib.loads(f"v = {value.strip()}")
-    except tomllib.TOMLDecodeError:
-        return key, value.strip()
-    return (key, parsed["v"]) if set(parsed) == {"v"} else (key, value.strip())
-
-
-@cache
-def setting_keys() -> Mapping[str, bool]:
-    """Every dotted key of a RunSpec but the seed -> whether it may be empty (None)."""
-    from thinpipe.harness.spec import RunSpec
-
-    def walk(model: Any, prefix: str) -> Iterator[tuple[str, bool]]:
-        for name, field in model.model_fields.items():
-            if hasattr(field.annotation, "model_fields"):
-                yield from walk(field.annotation, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", type(None) in typing.get_args(field.annotation)
-
-    return {key: empty for key, empty in walk(RunSpec, "") if key != "seed"}
-
-
-def flatten(data: Any, where: str, *, convert: bool = True) -> Settings:
-    """Nested or dotted settings -> {dotted key: value}; UserError on a key that RunSpec does not have."""
-    keys = setting_keys()
-    flat: Settings = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for name, value in node.items():
-            key = f"{prefix}{name}"
-            if key in keys:
-                if key in flat:
-                    raise UserError(f"{where}: {key} is set twice.")
-                flat[key] = _value(key, value, where) if convert else value
-            elif isinstance(value, Mapping) and any(k.startswith(f"{key}.") for k in keys):
-                walk(value, f"{key}.")
-            elif any(k.startswith(f"{key}.") for k in keys):
-                raise UserError(f"{where}: {key} is a group of settings, it cannot be {value!r}.")
-            else:
-                hint = " Seeds are listed in `seeds`." if key == "seed" else _near_key(key, keys)
-                raise UserError(f"{where}: unknown key {key!r}.{hint}")
-
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where}: must be a table of settings, got {data!r}.")
-    walk(data, "")
-    return flat
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted key: value} -> nested dicts.
-
-    >>> nest({"a.b": 1, "a.c": 2})
-    {'a': {'b': 1, 'c': 2}}
-    """
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *groups, leaf = key.split(".")
-        node = nested
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[leaf] = value
-    return nested
-
-
-def _value(key: str, value: Any, where: str) -> Any:
-    if key in setting_keys() and setting_keys()[key] and value == "none":
-        return None
-    return value
-
-
-def _near_key(key: str, valid: Mapping[str, bool]) -> str:
-    """The near miss of a dotted key: among its own group where that exists, so that the list stays
-    readable."""
-    group = key.rpartition(".")[0]
-    same = [k for k in valid if k.rpartition(".")[0] == group]
-    if group and same:
-        return near_miss(key, same)
-    import difflib
-
-    leaf = key.rpartition(".")[2]
-    close = difflib.get_close_matches(key, valid, n=1) or [k for k in valid if k.rpartition(".")[2] == leaf]
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    groups = sorted({k.partition(".")[0] for k in valid})
-    return f"{hint} Valid groups: {', '.join(groups)}."
-
-
 def _read(source: str) -> tuple[str, str]:
     """(where it came from, text) of an experiment given by path or by name."""
     path = Path(source)
     known = builtin()
-    if path.suffix in (".toml", ".json") or "/" in source:
+    if source not in known and (path.suffix in (".toml", ".json") or "/" in source):
         try:
             return source, path.read_text(encoding="utf-8")
         except FileNotFoundError:

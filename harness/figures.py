@@ -32,20 +32,28 @@ class UndrawnError(UserError):
         self.skipped = skipped
 
 
-def draw(tables: Tables, folder: Path, names: Sequence[str] = ()) -> tuple[list[Path], dict[str, str]]:
+def draw(
+    tables: Tables,
+    folder: Path,
+    names: Sequence[str] = (),
+    *,
+    optional: bool = False,
+    formats: Sequence[str] | None = None,
+) -> tuple[list[Path], dict[str, str]]:
     """(files written, {figure: why it, or a part of it, was not drawn}) of the figures `names`, all when empty.
 
-    A figure this experiment has no data for is skipped. Raises UndrawnError, once every other figure is drawn,
-    for one that broke and for one that was asked for by name and cannot be drawn whole.
+    A figure this experiment has no data for is skipped, also of `names` where they are `optional`. formats: png, pdf,
+    svg; all when None. Raises UndrawnError, once every other figure is drawn, for one that broke and for one that was
+    asked for by name and cannot be drawn whole.
     """
-    every = [name for name in sorted(plugins.find("figures")) if not is_per_run(name) and not is_of_codecs(name)]
+    every = [name for name in sorted(plugins.find("figures")) if not is_per_run(name) and not is_of_verb(name)]
     found = [plugins.get("figures", name) for name in names or every]
     written: list[Path] = []
     skipped: dict[str, str] = {}
     broken: dict[str, str] = {}
     for plugin in found:
         try:
-            paths, absent = draw_one(plugin, tables, folder)
+            paths, absent = draw_one(plugin, tables, folder, formats)
             written += paths
         except UserError as error:
             absent = [str(error)]
@@ -55,7 +63,7 @@ def draw(tables: Tables, folder: Path, names: Sequence[str] = ()) -> tuple[list[
             broken[plugin.name] = _describe(plugin, error)
             continue
         if absent:
-            (broken if names else skipped)[plugin.name] = "; ".join(absent)
+            (broken if names and not optional else skipped)[plugin.name] = "; ".join(absent)
     if broken:
         raise UndrawnError(broken, written, skipped)
     return written, skipped
@@ -71,7 +79,19 @@ def is_of_codecs(name: str) -> bool:
     return bool(plugins.get("figures", name).parameters.get("of_codecs"))
 
 
-def draw_one(plugin: plugins.Plugin, tables: Tables, folder: Path) -> tuple[list[Path], list[str]]:
+def is_of_simulation(name: str) -> bool:
+    """Whether a figure is drawn of what `thinpipe simulate --against` found, by that verb."""
+    return bool(plugins.get("figures", name).parameters.get("of_simulation"))
+
+
+def is_of_verb(name: str) -> bool:
+    """Whether a figure is drawn by a verb of its own."""
+    return is_of_codecs(name) or is_of_simulation(name)
+
+
+def draw_one(
+    plugin: plugins.Plugin, tables: Tables, folder: Path, formats: Sequence[str] | None = None
+) -> tuple[list[Path], list[str]]:
     """(files written, why parts were not drawn) of one figure; UserError when none of it can be drawn."""
     from thinpipe.plots import style
 
@@ -88,7 +108,7 @@ def draw_one(plugin: plugins.Plugin, tables: Tables, folder: Path) -> tuple[list
         if isinstance(made, UserError):
             absent.append(str(made))
         else:
-            written += style.save(made, folder, stem)
+            written += style.save(made, folder, stem, formats or style.FORMATS)
     return written, absent
 
 

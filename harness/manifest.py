@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import folders, plugins
+from thinpipe.harness import folders, plugins, profile
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import RunSpec
 from thinpipe.netem import tools as netem_tools
@@ -57,11 +57,12 @@ def collect(spec: RunSpec) -> dict[str, Any]:
         "source": source(),
         "plugins": plugin_hashes(spec),
         "inputs": input_hashes(spec),
+        **({"profile": profile.load(spec.profile).to_json()} if spec.profile else {}),
     }
 
 
 def input_hashes(spec: RunSpec) -> dict[str, str]:
-    """Hash of each file that the spec names by path (corpus, checkpoint): a run_id holds the path, not the content.
+    """Hash of each file that the spec names (corpus, checkpoint, profile): a run_id holds the name, not the content.
 
     Of each file its size and its first MiB are hashed: enough to notice another file, cheap enough for a plan.
     """
@@ -72,7 +73,7 @@ def input_hashes(spec: RunSpec) -> dict[str, str]:
         named += [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     if spec.task.tokenizer not in (None, "checkpoint"):
         named += sorted(_folder(spec.task.tokenizer).glob("*token*.json"))
-    hashes = {}
+    hashes = {f"profile {spec.profile}": profile.digest(spec.profile)} if spec.profile else {}
     for path in named:
         if path.is_file():
             with path.open("rb") as file:

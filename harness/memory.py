@@ -165,6 +165,10 @@ def _scores(spec: RunSpec, shape: ModelShape) -> bool:
 def _units(spec: RunSpec, shape: ModelShape, part: StagePart) -> list[Unit]:
     """What a stage is made of, in the order of its backward pass."""
     size, found = spec.microbatch_size, []
+    if spec.compute == "replay":
+        # A copy of the gradient it hands on; what it copies is the same for all ranks, and of the process they left.
+        crossing = 0 if part.first else size * math.prod(shape.boundaries[part.blocks[0] - 1])
+        return [_unit(0, 0, 0, crossing, crossing)]
     if part.last:
         kept, weights = size * shape.activations_head, shape.parameters_head
         # Gradients of the loss and of the output, then that of the matrix, when the first two are gone.

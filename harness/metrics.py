@@ -53,6 +53,8 @@ RUNS: dict[str, Column] = {
     "seed": Column(int, "", "seed of weights, data order and stochastic rounding"),
     "state": Column(str, "", "done, diverged, failed or foreign"),
     "measure": Column(str, "", "convergence, timing or full"),
+    "compute": Column(str, "", "real, or replay: stages waited instead of computing"),
+    "profile": Column(str, "", "the profile that a replay waited by", True),
     "model": Column(str, "", "plug-in and preset or checkpoint"),
     "task": Column(str, "", "plug-in and corpus"),
     "stages": Column(int, "", "pipeline stages"),
@@ -65,6 +67,7 @@ RUNS: dict[str, Column] = {
     "backward_bits": Column(float, "bit", "bits as configured of the backward codec (32 for none)", True),
     "warmup_epochs": Column(int, "epochs", "uncompressed epochs at the start"),
     "rate_mbit": Column(float, "Mbit/s", "rate set on every link, empty = unlimited", True),
+    "rho": Column(float, "", "transfer time / compute time of a micro-batch, fp32, both ways; where it is known", True),
     "measured_rate_mbit": Column(float, "Mbit/s", "calibrated goodput, worst link, as layer-2 rate", True),
     "measured_rtt_ms": Column(float, "ms", "calibrated round trip of a small message, worst link", True),
     "steps": Column(int, "steps", "optimizer steps taken"),
@@ -83,6 +86,7 @@ RUNS: dict[str, Column] = {
     "final_f1": Column(float, "", "F1 at the last evaluation", True),
     "predicted_memory_mib": Column(float, "MiB", "predicted peak memory of the largest rank over its imports", True),
     "peak_memory_mib": Column(float, "MiB", "measured peak resident memory of the largest rank over its imports", True),
+    "memory_state_bytes": Column(int, "B", "what all memories of all ranks keep at the run's end, RAM and disk", True),
     "raw_bytes": Column(int, "B", "4 B an element of every tensor that crossed, training steps"),
     "payload_bytes": Column(int, "B", "what the compressors wrote, training steps"),
     "frame_bytes": Column(int, "B", "payload and header, training steps"),
@@ -198,6 +202,58 @@ RATE_DISTORTION: dict[str, Column] = {
     "decode_melem_s": Column(float, "10^6/s", "elements decoded a second, one thread, median message"),
 }
 
+# Made of whole runs by compose.py.
+CURVES: dict[str, Column] = {
+    **{name: RUNS[name] for name in ("experiment", "part", "arm", "cell", "seed")},
+    **KEYS,
+    "state": Column(str, "", "of the run that trained: done, diverged or foreign"),
+    "rate_mbit": RUNS["rate_mbit"],
+    "rho": RUNS["rho"],
+    "timing_run_id": Column(
+        str, "", "the timing run of the last epoch's compressors, several seeds joined by +; empty: measured", True
+    ),
+    "time_of": Column(str, "", "whose steps the times are, where another model's: profile and pipeline", True),
+    "composed": Column(bool, "", "times of timing runs; else the run's own"),
+    "fidelity": Column(str, "", "ok, or the flags of every run whose times are in it, joined by +"),
+    "step": Column(int, "steps", "optimizer steps completed, at the end of an epoch"),
+    "epoch": Column(int, "epochs", "epochs completed (of a run that broke off, the last one begun)"),
+    "t_s": Column(float, "s", "training time so far, evaluation excluded"),
+    "train_loss": Column(float, "nat", "mean over the epoch's steps", True),
+    "eval_loss": Column(float, "nat", "held-out loss at this step, where it was evaluated", True),
+    "frame_bytes": Column(int, "B", "payload and header sent in training so far, all ranks"),
+}
+
+COMPOSITION: dict[str, Column] = {
+    **{name: CURVES[name] for name in ("experiment", "part", "arm", "cell", "seed", "run_id", "rate_mbit", "rho")},
+    **{name: CURVES[name] for name in ("timing_run_id", "time_of", "fidelity")},
+    "missing": Column(str, "", "the timing runs that a curve lacks; it is not made then", True),
+    "composed_s": Column(float, "s", "the training's time, composed", True),
+    "measured_s": Column(float, "s", "the same, measured: of full runs at this network", True),
+    "total_error": Column(float, "", "|composed_s - measured_s| / measured_s", True),
+    "max_error": Column(float, "", "largest distance of the two in time, over steps, / measured_s", True),
+    "same_losses": Column(bool, "", "whether runs of one train_id have equal losses, bit for bit", True),
+}
+
+PREDICTIONS: dict[str, Column] = {
+    **{name: RUNS[name] for name in ("experiment", "part", "arm", "cell", "profile", "stages", "microbatches")},
+    "schedule": Column(str, "", "order of the micro-batches"),
+    "rate_mbit": RUNS["rate_mbit"],
+    "network": Column(str, "", "the matrix of links in the network's place, empty = the network's", True),
+    "predicted_step_time_s": Column(float, "s", "simulated"),
+    "measured_step_time_s": Column(float, "s", "step_time_s, median over the cell's runs that are not flagged", True),
+    "error": Column(float, "", "predicted_step_time_s / measured_step_time_s - 1", True),
+    "spread": Column(float, "", "of those runs: (largest - smallest) step_time_s / median, two runs or more", True),
+    "runs": Column(int, "", "the cell's replays that are not flagged"),
+    "flagged_runs": Column(int, "", "the cell's replays that are flagged, so left out"),
+    "fitted": Column(bool, "", "the simulator's constants are fitted to this cell: no test of it"),
+    "bubble_fraction": Column(float, "", "share of the ranks' time in the pipeline without compute and codec"),
+    "link_use": Column(float, "", "share of the step in which the busiest link is"),
+    "compute_share": Column(float, "", "of the step's critical path: forward and backward"),
+    "codec_share": Column(float, "", "of the critical path: encode and decode"),
+    "transfer_share": Column(float, "", "of the critical path: bytes leaving a link"),
+    "delay_share": Column(float, "", "of the critical path: delay of links"),
+}
+
 # What every rank writes rows of; the others are made of many runs, or of none.
 OF_RANKS = ("steps", "transfers", "evals", "spans")
 TABLES: dict[str, dict[str, Column]] = {
@@ -206,7 +262,10 @@ TABLES: dict[str, dict[str, Column]] = {
     "transfers": TRANSFERS,
     "evals": EVALS,
     "spans": SPANS,
+    "curves": CURVES,
+    "composition": COMPOSITION,
     "rate_distortion": RATE_DISTORTION,
+    "predictions": PREDICTIONS,
 }
 
 

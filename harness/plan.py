@@ -11,14 +11,15 @@ import fnmatch
 import random
 import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thinpipe.harness import manifest
 from thinpipe.harness.errors import UserError, near_miss
-from thinpipe.harness.experiment import Cell, Experiment, setting_keys
+from thinpipe.harness.experiment import Cell, Experiment
 from thinpipe.harness.predict import predict
+from thinpipe.harness.settings import setting_keys
 from thinpipe.harness.spec import RunSpec
 from thinpipe.harness.store import Store
 
@@ -97,6 +98,30 @@ def make(experiment: Experiment, store: Store, *, only: str | None = None, limit
     if only is not None:
         entries = _select(entries, only)
     return Plan(experiment.name, tuple(entries), limit)
+
+
+def join(
+    experiments: Sequence[Experiment], store: Store, name: str, *, only: str | None = None, limit: int | None = None
+) -> Plan:
+    """One plan of several experiments, one after the other, a run that they share once. Parts are named
+    `EXPERIMENT: PART`. Raises UserError as `make` does."""
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit}: must be at least 1.")
+    cells = [
+        (experiment, replace(cell, part=f"{experiment.name}: {cell.part}"))
+        for experiment in experiments
+        for cell in experiment.cells()
+    ]
+    entries = _unique_runs(cell for _, cell in cells)
+    first = {entry.run_id: entry.part.partition(":")[0] for entry in entries}
+    times = _Times(store, entries)
+    ordered = [
+        entry
+        for experiment in experiments
+        for entry in _ordered([e for e in entries if first[e.run_id] == experiment.name], experiment.seeds)
+    ]
+    planned = [_with_state(entry, store, times) for entry in ordered]
+    return Plan(name, tuple(planned if only is None else _select(planned, only)), limit)
 
 
 def _unique_runs(cells: Iterable[Cell]) -> list[Entry]:

@@ -9,6 +9,11 @@ thing, forward and backward in turn:
                  * (ranks / cores where there are fewer cores than ranks), one forward more with recomputation
     transfer_s = elements of the widest boundary * bits / rate
 
+of a replay, whose waits are known (as _phase_s has it):
+
+    step_s     = sum over both directions of compute_s + (S - 1) * (compute_s + transfer_s)
+                 + (M - 1) * max(compute_s, transfer_s)
+
 An estimate, good to a factor of about two; measured times of the same cell replace it as soon as there are
 any.
 
@@ -18,9 +23,11 @@ any.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 
+from thinpipe.harness import profile
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition
@@ -64,8 +71,9 @@ def elements(spec: RunSpec) -> int:
 def step_s(spec: RunSpec, epoch: int, *, first_visit: bool) -> float:
     """Seconds of one training step in `epoch`; first_visit: of samples that no memory has seen."""
     forward, backward = (_bits(spec, direction, epoch, first_visit) for direction in DIRECTIONS)
-    again = 2 if spec.train.recompute else 0
-    return STEP_OVERHEAD_S + spec.train.accumulate * (_phase_s(spec, 2, forward) + _phase_s(spec, 4 + again, backward))
+    passes = _phase_s(spec, "forward", forward) + _phase_s(spec, "backward", backward)
+    update = max(stage.optimizer_s for stage in _replayed(spec)) if spec.compute == "replay" else 0.0
+    return STEP_OVERHEAD_S + update + spec.train.accumulate * passes
 
 
 def longest_silence_s(spec: RunSpec) -> float:
@@ -112,22 +120,51 @@ def _evaluated(spec: RunSpec) -> list[int]:
 
 def _evaluation_batch_s(spec: RunSpec, epoch: int) -> float:
     off = spec.compression.evaluation == "off"
-    return _phase_s(spec, 2, FULL_BITS if off else _bits(spec, "forward", epoch, first_visit=False))
+    return _phase_s(spec, "forward", FULL_BITS if off else _bits(spec, "forward", epoch, first_visit=False))
 
 
-def _phase_s(spec: RunSpec, operations: int, bits: float) -> float:
+def _phase_s(spec: RunSpec, direction: Direction, bits: float) -> float:
     """Seconds for all micro-batches to pass all stages in one direction."""
     stages, pieces = spec.pipeline.stages, spec.pipeline.microbatches
-    shape = resolve(spec.model, spec.task)
-    parts = partition.split(shape, stages, spec.pipeline.cuts)
-    costs = [sum(shape.flops_per_block[i] for i in part.blocks) + part.last * shape.flops_head for part in parts]
-    crowding = max(1.0, spec.world_size / (os.cpu_count() or 1))
-    compute = operations * max(costs) * spec.microbatch_size / FLOPS * crowding
+    compute = _compute_s(spec, direction)
     if stages == 1:
         return pieces * compute
-    rate = spec.network.rate_mbit
-    transfer = 0.0 if rate is None else elements(spec) * bits / (rate * 1e6)
-    return (pieces + stages - 1) * max(compute, transfer) + (stages - 1) * spec.network.delay_ms / 1e3
+    transfer, delay = _transfer_s(spec, bits), (stages - 1) * spec.network.delay_ms / 1e3
+    if spec.compute == "replay":
+        # The waits are known, so it pays to be exact.
+        return compute + (stages - 1) * (compute + transfer) + (pieces - 1) * max(compute, transfer) + delay
+    return (pieces + stages - 1) * max(compute, transfer) + delay
+
+
+# Asked for at each of a run's epochs, and a plan of a hundred epochs and forty runs would take half a minute.
+@functools.lru_cache(maxsize=64)
+def _compute_s(spec: RunSpec, direction: Direction) -> float:
+    """Seconds of one micro-batch on the slowest stage."""
+    if spec.compute == "replay":
+        return max(getattr(stage, f"{direction}_s") for stage in _replayed(spec))
+    shape = resolve(spec.model, spec.task)
+    parts = partition.split(shape, spec.pipeline.stages, spec.pipeline.cuts)
+    costs = [sum(shape.flops_per_block[i] for i in part.blocks) + part.last * shape.flops_head for part in parts]
+    crowding = max(1.0, spec.world_size / (os.cpu_count() or 1))
+    operations = 2 if direction == "forward" else 6 if spec.train.recompute else 4
+    return operations * max(costs) * spec.microbatch_size / FLOPS * crowding
+
+
+def _replayed(spec: RunSpec) -> list[profile.StageTimes]:
+    assert spec.profile is not None
+    return profile.of_spec(profile.load(spec.profile), spec)
+
+
+def _transfer_s(spec: RunSpec, bits: float) -> float:
+    """Seconds of one micro-batch on the widest boundary's link."""
+    rate, rho = spec.network.rate_mbit, spec.network.rho
+    if rate is not None:
+        return elements(spec) * bits / (rate * 1e6)
+    if rho is None:
+        return 0.0
+    # Not worked out yet: rho is of both directions, uncompressed.
+    both = sum(_compute_s(spec, direction) for direction in DIRECTIONS)
+    return rho * both / 2 * bits / FULL_BITS
 
 
 def _bits(spec: RunSpec, direction: Direction, epoch: int, first_visit: bool) -> float:

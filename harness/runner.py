@@ -18,10 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness import audit, manifest, predict, store
+from thinpipe.harness import audit, manifest, predict, rho, store
 from thinpipe.harness.errors import DivergedError, RunError, UserError
 from thinpipe.harness.launch.base import Launcher, topology_to_json
 from thinpipe.harness.launch.local import LocalLauncher
+from thinpipe.harness.pipeline import placement
 from thinpipe.harness.spec import NetworkSpec, RunSpec
 from thinpipe.netem import calibrate
 from thinpipe.netem.errors import NetemError
@@ -56,8 +57,22 @@ def topology_of(spec: RunSpec) -> Topology:
     return Topology(mesh.hosts, {**mesh.links, **within})
 
 
+def carrying(spec: RunSpec) -> frozenset[tuple[int, int]]:
+    """The links (source, destination) that a run's times depend on: those of frames, and inside data groups. Over the
+    others go a clip norm's few bytes and barriers."""
+    ranks, groups = spec.pipeline.ranks, range(spec.data_parallel.groups)
+    frames = {(g * ranks + i, g * ranks + j) for g in groups for i, j in placement.neighbours(spec.pipeline)}
+    data = {(g * ranks + i, h * ranks + i) for i in range(ranks) for g in groups for h in groups if g < h}
+    return frozenset(pair for i, j in frames | data for pair in ((i, j), (j, i)))
+
+
 def link_of(network: NetworkSpec) -> LinkSpec:
-    return LinkSpec(**network.model_dump())
+    if not network.is_resolved:
+        raise UserError(
+            f"network.rate {network.rate!r} is a ratio, and no run can start before the rate is worked out from it: "
+            "run the experiment that asks for it, or set network.rate_mbit"
+        )
+    return LinkSpec(**network.link())
 
 
 def stall_limit_s(spec: RunSpec) -> float:
@@ -83,7 +98,7 @@ class Session:
     ):
         self.allow_unreached, self.calibrated, self.limit_s = allow_unreached, calibrated, limit_s
         self._given, self._fresh = launcher, fresh
-        self._calibrations: dict[str, list[dict[str, Any]]] = {}
+        self._calibrations: dict[tuple[str, frozenset[tuple[int, int]]], list[dict[str, Any]]] = {}
         self._capacity_mbit: float | None = None
 
     def __enter__(self) -> Session:
@@ -160,11 +175,12 @@ class Session:
         }
 
     def calibration(self, spec: RunSpec, lab: Any) -> list[dict[str, Any]]:
-        """Measurements of every link, taken once a network in this session."""
-        key = spec.network_id
+        """Measurements of the links that matter, taken once a network in this session."""
+        pairs = carrying(spec)
+        key = spec.network_id, pairs
         if key not in self._calibrations:
             at = datetime.now(UTC).isoformat(timespec="seconds")
-            measured = calibrate.calibrate(lab) if self.calibrated else []
+            measured = calibrate.calibrate(lab, pairs) if self.calibrated else []
             self._calibrations[key] = [asdict(link) | {"calibrated_at": at} for link in measured]
         return self._calibrations[key]
 
@@ -309,12 +325,14 @@ class Run:
         self.manifest["bytes"] = audit.compare_bytes(per_host, self.done)
 
     def _memory(self, reports: list[dict[str, Any]]) -> dict[str, float | None]:
-        """Of the largest rank, in MiB: predicted before the start, and measured."""
+        """Of the largest rank, in MiB: predicted before the start, and measured. Of all: what memories keep."""
         of = {
             name: max((report[f"{name}_memory_bytes"] for report in reports), default=None)
             for name in ("predicted", "peak")
         }
-        return {f"{name}_memory_mib": None if value is None else value / 2**20 for name, value in of.items()}
+        kept = sum(report["memory_state_bytes"] for report in reports) if reports else None
+        sizes = {f"{name}_memory_mib": None if value is None else value / 2**20 for name, value in of.items()}
+        return {**sizes, "memory_state_bytes": kept}
 
     def summary(self) -> dict[str, Any]:
         """The part of status.json that the run measured."""
@@ -331,6 +349,7 @@ class Run:
             "resumed_from": self.resumed_from,
             "parameters": [report["parameters_digest"] for _, report in sorted(self.done.items())],
             "memory": self._memory(reports),
+            "rho": rho.of_run(self.spec),
             "links": audit.worst_link(self.calibration),
             "run_queue_pct": queue,
             "phases_s": self.phases,

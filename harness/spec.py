@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ from thinpipe.harness.errors import UserError, near_miss
 
 # Parts of a run that change nothing it measures, so neither an id.
 NO_NUMBERS = ("checkpoint", "trace")
+RATIO = re.compile(r"rho:[0-9]+(\.[0-9]+)?")
+# Schedules that compute the gradients of inputs and of weights apart.
+SPLIT_BACKWARD = ("interleaved-zb", "zbv-zb", "dualpipev")
 
 
 class Part(BaseModel):
@@ -216,6 +220,11 @@ class NetworkSpec(Part):
     """Every link of the run, both ways. 1 Mbit = 10^6 bits, counted at layer 2 (Ethernet, IP and TCP headers too)."""
 
     rate_mbit: float | None = setting(None, "rate of a link; none = not limited", "Mbit/s", ge=0.1, le=40_000)
+    rate: str | None = setting(
+        None,
+        "`rho:X`: the rate at which moving a micro-batch's boundary tensors (float32, both ways) takes X times as long "
+        "as computing it; worked out once an experiment, and then stands in rate_mbit beside it",
+    )
     delay_ms: float = setting(
         0.0, "one-way delay added to a link (not built yet: a run with it is refused)", "ms", ge=0, le=10_000
     )
@@ -226,6 +235,27 @@ class NetworkSpec(Part):
     congestion: str = setting(
         "cubic", "TCP congestion control, as the kernel calls it", pattern=r"^[a-z][a-z0-9_]{1,14}$"
     )
+
+    @field_validator("rate")
+    @classmethod
+    def _a_ratio(cls, value: str | None) -> str | None:
+        if value is not None and (RATIO.fullmatch(value) is None or float(value.removeprefix("rho:")) == 0):
+            raise ValueError(f"{value!r} is no ratio above 0: write it as rho:X, e.g. rho:2.5")
+        return value
+
+    @property
+    def rho(self) -> float | None:
+        """The ratio that `rate` asks for; None where the rate is given as such."""
+        return None if self.rate is None else float(self.rate.removeprefix("rho:"))
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether it is known how fast a link is to be."""
+        return self.rate is None or self.rate_mbit is not None
+
+    def link(self) -> dict[str, Any]:
+        """What shapes a link: two networks that agree in it are one."""
+        return self.model_dump(mode="json", exclude={"rate"})
 
 
 # What AC-SGD's code does: micro-batch losses are not divided by their number, and each stage clips by its own norm.
@@ -341,6 +371,17 @@ class RunSpec(Part):
     measure: Literal["convergence", "timing", "full"] = setting(
         "convergence", "what the run is for: its loss curve, its step times, or both at once"
     )
+    compute: Literal["real", "replay"] = setting(
+        "real",
+        "`replay`: stages wait as long as a profile says instead of computing, and tensors of the real shape cross the "
+        "links; timing runs only",
+    )
+    profile: str | None = setting(
+        None,
+        "the seconds that a replay waits by: a profile that comes with thinpipe, or the path of one that "
+        "`thinpipe profile` wrote",
+        min_length=1,
+    )
 
     @field_validator("compression")
     @classmethod
@@ -357,6 +398,7 @@ class RunSpec(Part):
         self._whole_pieces()
         self._whole_stages()
         self._used_settings()
+        self._replayable()
         count, batch = self.task.num_sequences, self.train.batch_size
         if count is not None and count < batch:
             raise ValueError(f"task.num_sequences {count} is less than one batch (train.batch_size {batch})")
@@ -480,6 +522,28 @@ class RunSpec(Part):
             if not does and getattr(value, key) != type(value).model_fields[key].default:
                 raise ValueError(f"{name} has no effect {why}; leave it out")
 
+    def _replayable(self) -> None:
+        """Refuse what a replay cannot do, a profile without one, and a ratio where nothing crosses."""
+        if self.network.rate is not None and self.pipeline.stages == 1:
+            raise ValueError("network.rate has no effect with one stage: nothing crosses a link")
+        if self.compute == "real":
+            if self.profile is not None:
+                raise ValueError('profile has no effect without compute "replay"; leave it out')
+            return
+        if self.profile is None:
+            raise ValueError('compute "replay" waits by a profile: set profile, e.g. "v100-gpt2-xl", or a file\'s path')
+        wrong = {
+            f"measure {self.measure!r}": self.measure != "timing" and 'it trains nothing: set measure "timing"',
+            "data_parallel.groups": self.data_parallel.groups > 1
+            and "it has no gradients to exchange between groups: replay one group, or simulate several",
+            f"pipeline.schedule {self.pipeline.schedule!r}": self.pipeline.schedule in SPLIT_BACKWARD
+            and "a profile does not say how long the two halves of a backward pass take: choose another schedule",
+            "train.autocast": self.train.autocast != "none" and "nothing is computed: leave it out",
+        }
+        for what, why in wrong.items():
+            if why:
+                raise ValueError(f'compute "replay" goes with no {what}: {why}')
+
     def _steers(self) -> bool:
         """Whether any compressor's step can be steered."""
         from thinpipe.harness.compression import grammar
@@ -591,7 +655,7 @@ class RunSpec(Part):
         """12 hex digits that name the network: calibrations are kept by it."""
         groups, rate = self.data_parallel.groups, self.data_parallel.rate_mbit
         data = {} if groups == 1 else {"groups": groups, "data_rate_mbit": rate}
-        return _digest({"hosts": self.world_size, **data, **self.network.model_dump(mode="json")}, {})
+        return _digest({"hosts": self.world_size, **data, **self.network.link()}, {})
 
 
 def parse(data: Mapping[str, Any], *, where: str = "run") -> RunSpec:

@@ -9,6 +9,7 @@ with too few values, and none drops a value silently.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -48,6 +49,7 @@ def t_probability(t: float, dof: int) -> float:
     return (theta + sin * total) * 2 / math.pi if odd else sin * total
 
 
+@functools.cache
 def t_quantile(level: float, dof: int) -> float:
     """The t with P(|T| <= t) = level, by bisection: half the width of an interval in standard errors."""
     assert 0 < level < 1, level

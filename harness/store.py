@@ -1,7 +1,7 @@
 """Where results lie, and when they count: `status.json` is written last, by atomic rename.
 
     <root>/runs/<run_id>/      run.json manifest.json rank*.jsonl rank*.log *.parquet status.json
-    <root>/<experiment>/       runs.json (the ids it uses) tables/ figures/
+    <root>/<experiment>/       runs.json (the ids it uses) declared.json (how it was asked for) tables/ figures/
 
 A run without a whole status.json is not finished, whatever else lies in its folder, and is begun anew.
 
@@ -49,6 +49,7 @@ STATUS_FIELDS = (
 # Where a run's folder keeps the state of its training (state.py).
 CHECKPOINTS = "checkpoints"
 ROW = ("run_id", "part", "arm", "cell", "seed")
+DECLARATION = ("name", "title", "question", "source", "size", "overrides")
 PROBE_BYTES = 1 << 20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -255,7 +256,21 @@ class Store:
                 others = [row for row in saved if _identity(row) not in known]
                 if others + ours != saved:
                     write_json(folder / "runs.json", others + ours)
+                asked = declaration(experiment)
+                if asked != self.declaration(experiment.name):
+                    write_json(folder / "declared.json", asked)
         return len(others)
+
+    def declaration(self, name: str) -> dict[str, Any]:
+        """The declared.json of an experiment: name, title, question, and how it was asked for (source, size,
+        overrides). Empty where there is none."""
+        path = self.experiment_dir(name) / "declared.json"
+        data = read_json(path) if path.exists() else {}
+        if not isinstance(data, dict) or not set(data) <= set(DECLARATION):
+            raise UserError(
+                f"{path} is damaged. Delete it and `thinpipe run` the experiment again: done runs are kept."
+            )
+        return data
 
     def check_space(self) -> None:
         """Raise DiskFullError when a megabyte more cannot be written; found by writing it."""
@@ -311,6 +326,12 @@ def rows(experiment: Experiment) -> list[dict[str, Any]]:
         for cell in experiment.cells()
         for seed, spec in cell.runs
     ]
+
+
+def declaration(experiment: Experiment) -> dict[str, Any]:
+    """What declared.json keeps of an experiment."""
+    kept = {key: getattr(experiment, key) for key in DECLARATION}
+    return {**kept, "overrides": list(experiment.overrides)}
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:

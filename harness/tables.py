@@ -7,7 +7,7 @@ Both have the columns of metrics.TABLES, in that order, whether or not there are
 left out silently: a shard that a finished run should have and has not is an error.
 
 >>> TABLES
-('runs', 'steps', 'transfers', 'evals')
+('runs', 'steps', 'transfers', 'evals', 'curves', 'composition')
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from thinpipe.harness import metrics, regimes, summary
+from thinpipe.harness import compose, metrics, regimes, summary
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.shards import replace, schema, to_arrow
@@ -30,8 +30,10 @@ from thinpipe.harness.spec import RunSpec
 
 SHARDS = metrics.OF_RANKS
 #: The tables of an experiment. Spans stay with their run: they are its trace, and many.
-TABLES = ("runs", "steps", "transfers", "evals")
+OF_RUNS = ("steps", "transfers", "evals")
+TABLES = ("runs", *OF_RUNS, "curves", "composition")
 TIMED = ("timing", "full")
+MEMORY = ("predicted_memory_mib", "peak_memory_mib", "memory_state_bytes")
 
 
 class Results(Protocol):
@@ -58,7 +60,7 @@ def to_frame(table: str, content: pa.Table) -> pd.DataFrame:
 
 
 def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
-    """Build and write the tables of one experiment; return them by name: runs, steps, transfers, evals.
+    """Build and write the tables of one experiment; return them by name, as in TABLES.
 
     A run without status.json is unfinished and leaves no row. A failed or diverged run has a row with nulls
     for what could not be computed, and the rows its ranks had written by then. Raises UserError naming run
@@ -69,6 +71,8 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
         raise UserError(f"there is no run of an experiment {experiment_name!r}: `thinpipe run` it first.")
     rows: list[dict[str, Any]] = []
     read: dict[str, dict[str, pa.Table]] = {}
+    frames: dict[str, dict[str, pd.DataFrame]] = {}
+    uses: list[compose.Use] = []
     for entry in listed:
         run_id = entry["run_id"]
         status = store.status(run_id)
@@ -78,9 +82,13 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
         # Two parts of an experiment may share a run: then it has a row in each, its steps only once.
         if run_id not in read:
             read[run_id] = read_run(store.run_dir(run_id), run_id, spec.world_size, status["state"])
+            frames[run_id] = {table: to_frame(table, read[run_id][table]) for table in OF_RUNS}
         rows.append(run_row(experiment_name, entry, spec, status, read[run_id]))
-    tables = {"runs": to_arrow("runs", rows)}
-    for table in TABLES[1:]:
+        uses.append(compose.Use(rows[-1], spec, frames[run_id]))
+    curves, composition = compose.build(uses)
+    made = {"runs": rows, "curves": curves, "composition": composition}
+    tables = {table: to_arrow(table, content) for table, content in made.items()}
+    for table in OF_RUNS:
         parts = [shards[table] for shards in read.values()]
         tables[table] = pa.concat_tables([schema(table).empty_table(), *parts])
     return write(store.experiment_dir(experiment_name) / "tables", tables)
@@ -173,12 +181,15 @@ def run_row(
         "experiment": experiment,
         "state": _state(status, spec),
         "measure": spec.measure,
+        "compute": spec.compute,
+        "profile": spec.profile,
+        "rho": status.get("rho"),
         **_settings(spec),
         **{name: links.get(name) for name in ("measured_rate_mbit", "measured_rtt_ms")},
         **_computed(entry["run_id"], spec, status["state"], shards),
         **_moved(entry["run_id"], status["state"], totals, shards),
         **{name: totals.get(name) for name in ("wire_bytes", "sync_bytes", "data_bytes")},
-        **{name: (status.get("memory") or {}).get(name) for name in ("predicted_memory_mib", "peak_memory_mib")},
+        **{name: (status.get("memory") or {}).get(name) for name in MEMORY},
         "run_queue_pct": status.get("run_queue_pct"),
         "fidelity": "+".join(fidelity.get("flags") or ()) or "ok",
         "fidelity_reason": "; ".join(fidelity.get("reasons") or ()) or None,

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from thinpipe.harness import experiment as experiments
-from thinpipe.harness import figures, lock, progress, sweep, views
+from thinpipe.harness import figures, lock, outputs, progress, sweep, views
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError
+from thinpipe.harness.outputs import say
 from thinpipe.harness.store import Store, explain_disk_full, rows
 
-# Holds what an experiment's figures were last drawn from, all of them.
-DRAWN = ".drawn"
 # Where `codecs measure` writes unless told otherwise.
 CODECS = Path("results") / "codecs"
 
 
 def planned(
-    source: str, overrides: Sequence[str] | None, results: Path, *, only: str | None, limit: int | None
+    source: str,
+    overrides: Sequence[str] | None,
+    results: Path,
+    *,
+    only: str | None,
+    limit: int | None,
+    size: str | None = None,
+    measure: bool = False,
 ) -> tuple[experiments.Experiment, Store, plans.Plan]:
-    """An experiment, the store of its results, and its plan."""
-    loaded = experiments.load(source, overrides or ())
+    """An experiment, the store of its results, and its plan. measure: profile this machine where a rate that is asked
+    for as a ratio needs it and it is not known yet."""
     store = Store(results)
+    loaded = resolved(experiments.load(source, overrides or (), size), store, measure=measure)
     return loaded, store, plans.make(loaded, store, only=only, limit=limit)
+
+
+def resolved(experiment: experiments.Experiment, store: Store, *, measure: bool) -> experiments.Experiment:
+    """The experiment with the rates of its links, where they are asked for as ratios."""
+    from thinpipe.harness import rho
+
+    return rho.resolve(experiment, store, _profile_here if measure else None)
+
+
+def _profile_here(spec: Any) -> Any:
+    from thinpipe.harness import profiling
+
+    say("measuring how long this machine computes a micro-batch, for the rates asked for as ratios")
+    return profiling.profile_run(spec)
 
 
 def run(
@@ -48,7 +66,7 @@ def run(
     result = sweep.execute(
         made,
         store,
-        functools.partial(_session, allow_unreached=allow_unreached),
+        functools.partial(session, allow_unreached=allow_unreached),
         retry_failed=retry_failed,
         force=force,
         fail_fast=fail_fast,
@@ -62,21 +80,12 @@ def run(
     drawn: list[str] = []
     if result.interrupted:
         try:
-            table = _build(store, loaded.name)["runs"].to_dict("records")
+            table = outputs.build(store, loaded.name)["runs"].to_dict("records")
         except UserError as error:
             say(f"thinpipe: {error}")
     else:
         try:
-            ended = _ended(store, loaded.name)
-            built = _build(store, loaded.name)
-            table = built["runs"].to_dict("records")
-            origin = _origin(ended)
-            if origin != _drawn_from(store, loaded.name):
-                drawn = _draw(store, loaded.name, built, origin=origin)
-        except figures.UndrawnError as error:
-            # A figure that breaks says nothing about the runs: their exit code stands.
-            say(f"thinpipe: {error}")
-            drawn = [str(path) for path in error.written]
+            table = outputs.refresh(store, loaded, drawn)["runs"].to_dict("records")
         except UserError as error:
             # The runs are done all the same, and whoever asked must learn how they ended.
             say(f"thinpipe: {error}")
@@ -117,36 +126,36 @@ def closing(result: sweep.Result) -> list[str]:
     return lines
 
 
-def status(source: str | None, results: Path) -> list[dict[str, Any]]:
+def status(source: str | None, results: Path, size: str | None = None) -> list[dict[str, Any]]:
     """How far one experiment is, or all that have results."""
     store = Store(results)
-    names = store.experiments() if source is None else [_name(source, store)]
+    names = store.experiments() if source is None else [_name(source, store, size)]
     holder = lock.holder()
     return [views.status(store, name, holder) for name in names]
 
 
-def tables(source: str, results: Path) -> dict[str, Any]:
+def tables(source: str, results: Path, size: str | None = None) -> dict[str, Any]:
     """Build the tables; returns {experiment, rows, files}."""
     store = Store(results)
-    name = _name(source, store)
-    built = _build(store, name)
+    name = _name(source, store, size)
+    built = outputs.build(store, name)
     folder = store.experiment_dir(name) / "tables"
     files = [str(folder / f"{table}.{kind}") for table in built for kind in ("parquet", "csv")]
     return {"experiment": name, "rows": {table: len(frame) for table, frame in built.items()}, "files": files}
 
 
-def plot(source: str, results: Path, names: Sequence[str]) -> dict[str, Any]:
+def plot(source: str, results: Path, names: Sequence[str], size: str | None = None) -> dict[str, Any]:
     """Draw figures, all without `names`; returns {experiment, files}. `source` is a run for figures of one run."""
     store = Store(results)
     if any(figures.is_of_codecs(name) for name in names):
         raise UserError(f"{', '.join(names)}: what codecs make of tensors is drawn by `thinpipe codecs measure`")
     if any(figures.is_per_run(name) for name in names):
         return _plot_run(store, source, names)
-    name = _name(source, store)
-    ended = _ended(store, name)
-    built = _build(store, name)
+    name = _name(source, store, size)
+    ended = outputs.ended(store, name)
+    built = outputs.build(store, name)
     try:
-        files = _draw(store, name, built, names, origin=None if names else _origin(ended))
+        files = outputs.draw(store, name, built, names, noted=None if names else outputs.origin(ended))
     except figures.UndrawnError as error:
         for path in error.written:
             say(f"figure: {path}")
@@ -276,71 +285,37 @@ def net_script(addresses: list[str], host: int, interface: str, rate_mbit: float
     return script.render(mesh, host, interface=interface, addresses=addresses)
 
 
-def say(message: str) -> None:
-    """To people, not to programs that read our output."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def _session(*, allow_unreached: bool) -> Any:
+def session(*, allow_unreached: bool) -> Any:
+    """What runs are executed by."""
     from thinpipe.harness.runner import Session
 
     return Session(allow_unreached=allow_unreached)
 
 
-def _build(store: Store, name: str) -> dict[str, Any]:
-    from thinpipe.harness import tables
-
-    with explain_disk_full(store.experiment_dir(name)):
-        return tables.build(store, name)
-
-
-def _ended(store: Store, name: str) -> list[str]:
-    """A line a run of an experiment, with when it ended. Taken before its tables are built: a run that ends in
-    between, in another sweep, is then drawn next time."""
-    lines = []
-    for row in store.saved_runs(name):
-        try:
-            ended: int | None = (store.run_dir(row["run_id"]) / "status.json").stat().st_mtime_ns
-        except FileNotFoundError:
-            ended = None
-        lines.append(json.dumps([row, ended], sort_keys=True))
-    return lines
-
-
-def _origin(ended: Sequence[str]) -> str:
-    """A hash of what figures are made from: their sources, and the runs as `_ended` gives them."""
-    return hashlib.sha256("\n".join([*figures.sources(), *ended]).encode()).hexdigest()
-
-
-def _drawn_from(store: Store, name: str) -> str | None:
-    """The `_origin` of the figures that there are; None before all were drawn."""
-    try:
-        return (store.experiment_dir(name) / "figures" / DRAWN).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-
-
-def _draw(
-    store: Store, name: str, built: dict[str, Any], names: Sequence[str] = (), *, origin: str | None
-) -> list[str]:
-    """Draw, and say what was skipped; `origin`, when not None, is noted once all figures are drawn."""
-    folder = store.experiment_dir(name) / "figures"
-    skipped: dict[str, str] = {}
-    try:
-        with explain_disk_full(folder):
-            written, skipped = figures.draw(built, folder, names)
-            if origin is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / DRAWN).write_text(origin, encoding="utf-8")
-    except figures.UndrawnError as error:
-        skipped = error.skipped
-        raise
-    finally:
-        for figure, why in skipped.items():
-            say(f"no figure {figure}: {why}")
-    return [str(path) for path in written]
-
-
-def _name(source: str, store: Store) -> str:
+def _name(source: str, store: Store, size: str | None = None) -> str:
     """The name of an experiment given as `run` takes it, or of one that only has results."""
-    return source if source in store.experiments() else experiments.load(source).name
+    return source if source in store.experiments() else experiments.load(source, size=size).name
+
+
+def claims(sources: Sequence[str], results: Path, size: str | None = None) -> list[dict[str, Any]]:
+    """Evaluate the claims of experiments, all that have results without `sources`; claims.json is written anew."""
+    store = Store(results)
+    found = []
+    for name in sources or store.experiments():
+        experiment = resolved(_declared(name, store, size), store, measure=False)
+        if not experiment.claims:
+            if sources:
+                say(f"{experiment.name} declares no claim")
+            continue
+        if not store.saved_runs(experiment.name):
+            raise UserError(f"no run of {experiment.name!r} is in {results}: `thinpipe run` it first.")
+        found += outputs.judge(store, experiment, outputs.build(store, experiment.name))
+    return found
+
+
+def _declared(source: str, store: Store, size: str | None) -> experiments.Experiment:
+    """An experiment given as `run` takes it, or by the name of its results, then as it was asked for."""
+    asked = store.declaration(source) if source in store.experiments() else {}
+    if not asked:
+        return experiments.load(source, size=size)
+    return experiments.load(asked["source"], asked["overrides"], asked["size"])

@@ -13,10 +13,11 @@ It knows the run from `run.json` and its place from RANK and WORLD_SIZE. It talk
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from thinpipe.harness import (
     plugins,
     rank_state,
     regimes,
+    replay,
     rss,
     steps,
     store,
@@ -43,7 +45,8 @@ from thinpipe.harness import (
 from thinpipe.harness.cache import cache_folder
 from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
-from thinpipe.harness.compression.base import Direction
+from thinpipe.harness.compression.base import Direction, Memory
+from thinpipe.harness.compression.row_memory import RowMemory
 from thinpipe.harness.errors import PeerError, RunError, UserError
 from thinpipe.harness.gradients import Gradients, StageGradients
 from thinpipe.harness.models import _dropout
@@ -123,7 +126,9 @@ _prepared: dict[str, Data] = {}
 
 
 def prepare(spec: RunSpec) -> Data:
-    """Load the run's data, once a process: a fork server calls this before it forks the ranks."""
+    """Load the run's data, once a process: a fork server calls this before it forks the ranks. A replay has none."""
+    if spec.compute == "replay":
+        return Data(replay.dataset(spec), replay.Samples())
     wanted = resolved_task(spec)
     key = wanted.model_dump_json()
     if key not in _prepared:
@@ -194,13 +199,13 @@ class Rank:
         # Identities that this pipeline's memories may meet.
         rows = len({i for step in self.plan for groups in step.batches for i in groups[self.group]})
         self.num_samples = tasks.num_identities(spec.task, rows)
-        model = plugins.get("models", spec.model.name).load()
         self.shape = models.resolve(spec.model, spec.task)
         parts = partition.split(self.shape, spec.pipeline.stages, spec.pipeline.cuts)
+        build, loss = self._family(parts)
         local = placement.stages_of(self.place, spec.pipeline)
         stages, own = [], []
         for index in local:
-            module = model.build(spec.model, self.shape, parts[index], seed=spec.seed, recompute=spec.train.recompute)
+            module = build(index)
             module.train()
             named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
             own.append(StageGradients(index, named, getattr(module, "shared", {})))
@@ -213,16 +218,34 @@ class Rank:
                     recorder=self.recorder,
                     group=self.links.frames if self.links else None,
                     local=local,
-                    visit=_dropout.visit,
+                    visit=getattr(module, "visit", _dropout.visit),
                     autocast=torch.bfloat16 if spec.train.autocast == "bf16" else None,
                 )
             )
         self.stages = stages
         self.trainer = train.Trainer(
-            spec, stages, Gradients(own, spec.train, self.links, self.recorder), loss=model.loss,
+            spec, stages, Gradients(own, spec.train, self.links, self.recorder), loss=loss,
             recorder=self.recorder, total_steps=len(self.plan), links=self.links,
             steps_per_epoch=sum(step.epoch == 0 for step in self.plan), predict=getattr(task, "predict", None),
         )  # fmt: skip
+        replay.slow_down(self.trainer.optimizer, self._replayed())
+
+    def _replayed(self) -> list[replay.ReplayStage]:
+        return [stage.submod for stage in self.stages if isinstance(stage.submod, replay.ReplayStage)]
+
+    def _family(
+        self, parts: Sequence[StagePart]
+    ) -> tuple[Callable[[int], torch.nn.Module], Callable[..., torch.Tensor]]:
+        """(what makes the module of a stage, by its index; the loss)."""
+        spec = self.spec
+        if spec.compute == "replay":
+            return functools.partial(replay.build, spec, self.shape, parts), replay.loss
+        model = plugins.get("models", spec.model.name).load()
+
+        def build(index: int) -> torch.nn.Module:
+            return model.build(spec.model, self.shape, parts[index], seed=spec.seed, recompute=spec.train.recompute)
+
+        return build, model.loss
 
     def _wrapped(self, module: torch.nn.Module) -> torch.nn.Module:
         group = self.links.data if self.links else None
@@ -274,6 +297,7 @@ class Rank:
         return {
             "threads": torch.get_num_threads(),
             "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "compute": "replay" if len(self._replayed()) == len(self.stages) else "real",
             "autocast": str(self.stages[0]._autocast).removeprefix("torch."),
             "seed": torch.initial_seed(),
             "compressors": used,
@@ -373,6 +397,7 @@ class Rank:
         report["run_queue_pct"] = 100 * self.queue_s / self.measured_s if self.measured_s else None
         report["peak_memory_bytes"] = rss.peak(self.memory_before)
         report["predicted_memory_bytes"] = memory.predict(self.spec, len(self.data.dataset.train))[self.rank].total
+        report["memory_state_bytes"] = self._state_bytes()
         report["parameters_digest"] = self._parameters_digest()
         if self.links:
             report |= self.links.settle(self.channels, self.trainer.data_traffic, self.limit_s)
@@ -384,6 +409,17 @@ class Rank:
         self.control.receive(self.limit_s)
         self.recorder.write_shards(self.run_dir)
         self.control.send({"type": "closed"})
+
+    def _state_bytes(self) -> int:
+        """What the memories of this rank keep: rows as they lie, those that were never met left out."""
+        total = 0
+        for channel in self.channels:
+            for kept in (c for c in channel.compressors.values() if isinstance(c, Memory)):
+                if not isinstance(kept, RowMemory):
+                    total += kept.state_bytes(self.num_samples, channel.shape, self.spec.pipeline.microbatches)
+                elif kept.rows.shape is not None:
+                    total += len(kept.rows) * kept.rows.row_bytes(kept.rows.shape)
+        return total
 
     def _parameters_digest(self) -> str:
         """Of all parameters and buffers at the end: two runs that agree in it trained the same, bit for bit."""

@@ -14,6 +14,7 @@ import socket
 import statistics
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +74,21 @@ class LinkMeasurement:
 
 
 def calibrate(
-    lab: Lab, *, repeats: int = 3, budget_s: float | None = None, message_bytes: int | None = None
+    lab: Lab,
+    pairs: Collection[tuple[int, int]] | None = None,
+    *,
+    repeats: int = 3,
+    budget_s: float | None = None,
+    message_bytes: int | None = None,
 ) -> list[LinkMeasurement]:
-    """Measure every link of the lab's topology, one after the other.
+    """Measure every link of the lab's topology, or those of `pairs` (source, destination), one after the other.
 
     budget_s: limit on the whole, default three times what it should take. message_bytes: default what takes
     0.1 s, at most 1 MB. Nothing else of the lab may be running: it would share the links, and its events
     would be taken. Raises NetemError when a measurement fails or the budget is spent; an inaccurate link is a
     result, not an error.
     """
-    links = lab.topology.links
+    links = {pair: link for pair, link in lab.topology.links.items() if pairs is None or pair in pairs}
     predicted_s = sum(predict_s(link, repeats, message_bytes) for link in links.values())
     deadline = time.monotonic() + (3 * predicted_s + 5.0 if budget_s is None else budget_s)
     return [measure(lab, *pair, repeats=repeats, deadline=deadline, message_bytes=message_bytes) for pair in links]

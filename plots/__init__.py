@@ -7,7 +7,8 @@ holds it to what follows.
     VERSION, SUMMARY, SOURCE, PARAMETERS   literals, as in every plug-in; PARAMETERS = {}, or {"per_run": True} for a
                                            figure of one run: drawn by `thinpipe plot NAME RUN_ID` alone, and given
                                            that run's tables, its spans too; or {"of_codecs": True}: drawn by
-                                           `thinpipe codecs measure` of its table rate_distortion
+                                           `thinpipe codecs measure` of its table rate_distortion; likewise
+                                           {"of_simulation": True}: by `thinpipe simulate --against`, of predictions
     NAME, COLUMNS                          the file's stem; for captions: "table runs (arm, seed, ...)"
     figures(tables) -> [(stem, figure)]    stem: NAME, or NAME.PART where several parts have one
     REQUIRES = ("runs",)                   optional: tables it reads besides runs, of runs, steps, transfers, evals

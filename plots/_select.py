@@ -22,11 +22,13 @@ Drawn = list[tuple[str, Figure | UserError]]
 TIMED = ("timing", "full")
 TRAINED = ("convergence", "full")
 LEVEL = 0.95
+#: A few cells that were run once more, in full, to hold composed times against: no part of what is compared.
+CHECK_PART = "composition-check"
 
 
 def timed(tables: Tables, columns: Sequence[str] = ("step_time_s",)) -> pd.DataFrame:
     """Runs whose step times may be compared: done, measured for timing, on this machine, `columns` finite."""
-    runs = tables["runs"]
+    runs = _declared(tables)
     chosen = finite(runs[runs["measure"].isin(TIMED) & (runs["state"] == "done")], columns)
     if chosen.empty:
         raise nothing(tables, 'a part with measure = "timing" with a finished run on this machine')
@@ -35,12 +37,17 @@ def timed(tables: Tables, columns: Sequence[str] = ("step_time_s",)) -> pd.DataF
 
 def trained(tables: Tables, columns: Sequence[str] = ()) -> pd.DataFrame:
     """Runs that trained, done or diverged, wherever they ran; of these the ones whose `columns` are finite."""
-    runs = tables["runs"]
+    runs = _declared(tables)
     ended = runs["state"].isin(("done", "diverged", "foreign"))
     chosen = finite(runs[runs["measure"].isin(TRAINED) & ended], columns)
     if chosen.empty:
         raise nothing(tables, 'a part with measure = "convergence" with a finished run')
     return chosen
+
+
+def _declared(tables: Tables) -> pd.DataFrame:
+    runs = tables["runs"]
+    return runs[runs["part"] != CHECK_PART]
 
 
 def finite(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

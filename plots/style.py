@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import textwrap
@@ -25,9 +26,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 FORMATS = ("png", "pdf", "svg")
 # Each format's own way of being told to leave out the time of day: same tables, same bytes.
@@ -238,6 +241,22 @@ def means(
             ax.plot(kx, ky, m.marker, color=m.colour, markerfacecolor=face, markersize=size, zorder=4)
 
 
+def log_axis(axis: Axis, values: Sequence[float]) -> None:
+    """Make `axis` logarithmic around `values` (above 0), with plain numbers, some even within one decade."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    if not len(values):
+        return
+    low, high = min(values) / 1.3, max(values) * 1.3
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [digit * 10.0**exponent for exponent in decades for digit in range(1, 10)]
+    fine = [tick for tick in every if low <= tick <= high]
+    coarse = [tick for tick in fine if f"{tick:e}"[0] in "125"]
+    ticks = coarse if len(coarse) >= 2 else fine or [math.sqrt(low * high)]
+    axis.axes.set(**{f"{axis.axis_name}lim": (low, high)})
+    axis.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
 FLAGGED = "hollow: flagged\n(runs.fidelity)"
 DIVERGED = "diverged"
 
@@ -252,11 +271,11 @@ def notes(*, flagged: bool, diverged: bool = False) -> list[Artist]:
     return entries
 
 
-def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
-    """Write `fig` as NAME.png, .pdf and .svg, each whole or not at all; same tables, same bytes."""
+def save(fig: Figure, out_dir: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write `fig` as NAME.png, .pdf and .svg (or `formats`), each whole or not at all; same tables, same bytes."""
     out_dir.mkdir(parents=True, exist_ok=True)
     paths = []
-    for kind in FORMATS:
+    for kind in formats:
         path = out_dir / f"{name}.{kind}"
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:

@@ -10,7 +10,9 @@ from matplotlib.transforms import Bbox
 
 
 def with_runs(tables, **columns):
-    return {**tables, "runs": tables["runs"].assign(**columns)}
+    """The runs changed; the fidelity of what is composed of them too."""
+    made = {"curves": tables["curves"].assign(fidelity=columns["fidelity"])} if "fidelity" in columns else {}
+    return {**tables, **made, "runs": tables["runs"].assign(**columns)}
 
 
 def only(tables, keep):
@@ -26,6 +28,7 @@ def all_diverged(tables, *, steps):
         "steps": short.assign(train_loss=short["train_loss"].where(~last, math.inf)),
         "transfers": tables["transfers"].head(0),
         "evals": tables["evals"].head(0),
+        "curves": tables["curves"].head(0),
     }
 
 
@@ -38,9 +41,23 @@ def without_numbers(tables, value):
     return changed
 
 
+def few(tables):
+    """Two methods, two seeds and one network of an experiment's tables: quick to draw."""
+    curves = tables["curves"]
+    fewer = {**tables, "curves": curves[curves["rate_mbit"] == 100]}
+    arms = ("FP32", "AQ-SGD fw4 bw8")
+    return only(fewer, lambda r: (r["seed"] < 2) & r["arm"].isin(arms) & (r["rate_mbit"] == 100))
+
+
+def made(figures) -> Figure:
+    """The only figure of `figures`, not laid out: for what it says."""
+    ((_, fig),) = figures
+    return fig
+
+
 def drawn(figures) -> Figure:
     """The only figure of `figures`, laid out and drawn as when it is saved."""
-    ((_, fig),) = figures
+    fig = made(figures)
     FigureCanvasAgg(fig).draw()
     return fig
 

@@ -306,6 +306,22 @@ def parts_for(columns: str) -> set[str]:
     return {"timing", "classification" if scored else "convergence"}
 
 
+def predicted() -> pd.DataFrame:
+    """A table predictions: cells of three methods, one of them flagged and one that constants are fitted to."""
+    rng, rows = random.Random("predicted"), []
+    for number, arm in enumerate(("FP32", "DirectQ fw4 bw4", "AQ-SGD fw4 bw4") * 4):
+        step_time = 0.1 * 1.4**number
+        rows.append({
+            **dict.fromkeys(metrics.PREDICTIONS), "experiment": "synthetic", "part": "grid", "arm": arm,
+            "cell": f"{number:012x}", "profile": "grid-fast", "stages": 2, "microbatches": 8, "schedule": "gpipe",
+            "rate_mbit": 100.0, "predicted_step_time_s": step_time * rng.uniform(0.95, 1.05), "fitted": number == 1,
+            "measured_step_time_s": None if number == 2 else step_time, "spread": 0.01,
+            "runs": 0 if number == 2 else 3, "flagged_runs": 3 if number == 2 else 0, "bubble_fraction": 0.3,
+            "link_use": 0.5, **{f"{part}_share": 0.25 for part in ("compute", "codec", "transfer", "delay")},
+        })  # fmt: skip
+    return tables.to_frame("predictions", shards.to_arrow("predictions", rows))
+
+
 def measured() -> pd.DataFrame:
     """A table rate_distortion: two models, three boundaries, the curves of several codecs, one of them exact."""
     rng, rows = random.Random("measured"), []

@@ -16,6 +16,8 @@ A model plug-in says in its literal `PARAMETERS`, so that planning costs no impo
     defaults      (may be left out) size -> polynomial, for a size that neither preset nor checkpoint gives
     checkpoint    (left out by a family that loads none) {model_type, layers, width, vocab_size, ...} -> the key of a
                   Hugging Face config.json that holds it; `model_type` -> the family's name there
+    published     (may be left out) a hub's name of a checkpoint -> {preset, vocab_size}: its sizes, so that a run
+                  with it can be planned where it is not at hand
     (polynomial: {"width*width": 4, "width": 9} is 4 width^2 + 9 width. Of the task: vocab_size, sequence_length,
     num_labels (0 where it has none), and lm: 1 where its kind is lm, else 0)
 
@@ -43,7 +45,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,7 @@ DECLARED = {
     "shared": False,
     "defaults": False,
     "checkpoint": False,
+    "published": False,
 }
 # The polynomials of these tables, and the parts each is about.
 POLYNOMIALS = {
@@ -139,6 +142,8 @@ def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
     fixed = {} if blocks is None else {"layers": len(blocks)}
     if spec.checkpoint is None:
         sizes = _preset_sizes(spec, declared["presets"], fixed) | {"vocab_size": task.vocab_size}
+    elif (sizes := _published_sizes(spec, declared)) is not None:
+        pass
     elif "checkpoint" in declared:
         sizes = _checkpoint_sizes(spec, declared["checkpoint"]) | fixed
     else:
@@ -213,6 +218,8 @@ def declaration(plugin: plugins.Plugin) -> Mapping[str, Any]:
         _keys(f"{where}, preset {name!r}", preset, sizes)
     if "checkpoint" in declared:
         _keys(f"{where}, checkpoint", declared["checkpoint"], ("model_type", *sizes))
+    for name, known in declared.get("published", {}).items():
+        _keys(f"{where}, published {name!r}", known, ("preset", "vocab_size"), ("preset", "vocab_size"))
     return declared
 
 
@@ -242,23 +249,39 @@ def checkpoint_folder(name: str) -> Path:
     return _from_hub(name)
 
 
-def _from_hub(name: str) -> Path:
-    # Imported here: it takes half a second, and planning with a local folder or none needs no hub.
-    import huggingface_hub
-    from huggingface_hub import constants, errors
+def _here(name: str) -> Path | None:
+    """The whole checkpoint of this name in the hub's local cache, or the folder of that name; nobody is asked."""
+    from huggingface_hub import errors
 
-    ask = functools.partial(huggingface_hub.snapshot_download, name, allow_patterns=list(HUB_FILES))
+    if Path(name).is_dir():
+        return Path(name)
     # The cache may hold parts alone, e.g. what its tokenizer needed.
     with contextlib.suppress(errors.LocalEntryNotFoundError, UserError):
-        folder = Path(ask(local_files_only=True))
+        folder = Path(_ask(name)(local_files_only=True))
         checkpoint_files(folder)
+        return folder
+    return None
+
+
+def _ask(name: str) -> Callable[..., str]:
+    # Imported here: it takes half a second, and planning with a local folder or none needs no hub.
+    import huggingface_hub
+
+    return functools.partial(huggingface_hub.snapshot_download, name, allow_patterns=list(HUB_FILES))
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if (folder := _here(name)) is not None:
         return folder
     reason = "HF_HUB_OFFLINE is set, so no hub was asked"
     if not constants.HF_HUB_OFFLINE:
         try:
             # The download itself would wait for a silent hub without a limit.
             huggingface_hub.HfApi().repo_info(name, timeout=HUB_SECONDS)
-            return Path(ask(etag_timeout=HUB_SECONDS))
+            return Path(_ask(name)(etag_timeout=HUB_SECONDS))
         except Exception as error:  # whatever its HTTP stack raises: the files did not come
             reason = f"{constants.ENDPOINT} did not give it ({type(error).__name__}: {error})".split("\n")[0]
     raise UserError(
@@ -323,6 +346,14 @@ def _preset_sizes(
     if unknown := [name for name in overrides if name not in sizes]:
         raise UserError(f"model {spec.name!r} has no {unknown[0]}: leave model.{unknown[0]} out.")
     return sizes | overrides | dict(fixed)
+
+
+def _published_sizes(spec: ModelSpec, declared: Mapping[str, Any]) -> dict[str, int] | None:
+    """Sizes of a published checkpoint that is not here, so that a run with it can be planned without it; else None."""
+    known = declared.get("published", {}).get(spec.checkpoint)
+    if known is None or _here(str(spec.checkpoint)) is not None:
+        return None
+    return {**declared["presets"][known["preset"]], "vocab_size": known["vocab_size"]}
 
 
 def _checkpoint_sizes(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, int]:

@@ -109,6 +109,10 @@ PARAMETERS = {
         "positions": "max_position_embeddings",
         "buckets": "position_buckets",
     },
+    "published": {
+        "microsoft/deberta-v3-base": {"preset": "base", "vocab_size": 128100},
+        "microsoft/deberta-v2-xxlarge": {"preset": "xxlarge", "vocab_size": 128100},
+    },
 }
 
 # What the published configurations of v2 and v3 have in common (microsoft/deberta-v3-base, deberta-v2-xxlarge).

@@ -80,6 +80,12 @@ PARAMETERS = {
         "vocab_size": "vocab_size",
         "positions": "n_positions",
     },
+    "published": {
+        "openai-community/gpt2": {"preset": "small", "vocab_size": 50257},
+        "openai-community/gpt2-medium": {"preset": "medium", "vocab_size": 50257},
+        "openai-community/gpt2-large": {"preset": "large", "vocab_size": 50257},
+        "openai-community/gpt2-xl": {"preset": "xl", "vocab_size": 50257},
+    },
 }
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ def split(shape: ModelShape, stages: int, cuts: Sequence[int] | None = None) -> 
     if cuts is None:
         costs = [float(count) for count in shape.flops_per_block]
         costs[-1] += shape.flops_head
-        ranges = balance(costs, stages)
+        ranges = _balanced(tuple(costs), stages)
     else:
         if cuts and cuts[-1] >= shape.layers:
             raise UserError(
@@ -39,6 +40,12 @@ def split(shape: ModelShape, stages: int, cuts: Sequence[int] | None = None) -> 
         StagePart(index, stages, blocks, first=index == 0, last=index == stages - 1)
         for index, blocks in enumerate(ranges)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _balanced(costs: tuple[float, ...], stages: int) -> list[range]:
+    """A plan asks for the same cuts again and again."""
+    return balance(costs, stages)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:

@@ -10,7 +10,7 @@ from thinpipe.netem.lab import Lab
 from thinpipe.netem.link import LinkSpec
 from thinpipe.netem.topology import Topology
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 MESSAGE_BYTES = 1_000_000
 ATTEMPTS = 6

@@ -8,8 +8,8 @@ from thinpipe.harness.acsgd import arguments, interface, launch, mapping
 from thinpipe.harness.acsgd.notes import notes
 from thinpipe.harness.acsgd.table import SETTINGS
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.experiment import setting_keys
 from thinpipe.harness.models import base as models
+from thinpipe.harness.settings import setting_keys
 from thinpipe.harness.store import Store
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 6, 48, 4, 400

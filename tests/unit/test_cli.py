@@ -37,6 +37,7 @@ from thinpipe.harness import (
     views,
 )
 from thinpipe.harness.errors import RunError, UserError
+from thinpipe.harness.reproduce import PAPERS
 from thinpipe.netem import probe
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli_help.txt"
@@ -144,7 +145,7 @@ def own_place(tmp_path, monkeypatch):
 def quick_figures(monkeypatch):
     """Drawing takes seconds; what is drawn is not this file's business."""
 
-    def draw(built, folder, names=()):
+    def draw(built, folder, names=(), *, optional=False):
         assert set(built) == set(tables.TABLES)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.png" for name in names or ("loss_vs_step", "throughput_vs_bandwidth")]
@@ -158,13 +159,13 @@ def quick_figures(monkeypatch):
 @pytest.fixture
 def session(monkeypatch, quick_figures):
     fake = FakeSession()
-    monkeypatch.setattr(verbs, "_session", lambda **_: fake)
+    monkeypatch.setattr(verbs, "session", lambda **_: fake)
     return fake
 
 
 @pytest.fixture
 def no_session(monkeypatch):
-    monkeypatch.setattr(verbs, "_session", lambda **_: pytest.fail("a session was opened"))
+    monkeypatch.setattr(verbs, "session", lambda **_: pytest.fail("a session was opened"))
 
 
 def thinpipe(*args):
@@ -273,7 +274,7 @@ def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp
 def test_figures_cut_short_are_drawn_by_the_next_run(session, monkeypatch):
     whole = figures.draw
 
-    def interrupted(*args):
+    def interrupted(*args, **_):
         whole(*args)
         raise KeyboardInterrupt
 
@@ -588,7 +589,9 @@ def test_tables_that_cannot_be_built_hide_no_run(session):
 def test_list():
     data = json.loads(thinpipe("list", "--json").out)
     assert set(data) == set(views.LIST_KINDS)
-    there = {path.stem for path in (Path(cli.__file__).parent / "experiments").glob("*.toml")}
+    root = Path(cli.__file__).parent / "experiments"
+    there = {path.stem for path in root.glob("*.toml")}
+    there |= {f"{path.parent.name}/{path.stem}" for paper in PAPERS for path in (root / paper).glob("*.toml")}
     assert {item["name"] for item in data["experiments"]} == there > {"smoke", "quickstart", "bandwidth_vs_bits"}
     assert {"none", "fixpoint", "bf16"} <= {item["name"] for item in data["codecs"]}
     assert all(item["summary"] for item in data["codecs"] + data["models"] + data["figures"])
@@ -642,7 +645,7 @@ t.lock.PATH = Path("lock")
 def wait():
     print("running", file=sys.stderr, flush=True)
     time.sleep(30)
-t.verbs._session = lambda **_: t.FakeSession(before=wait)
+t.verbs.session = lambda **_: t.FakeSession(before=wait)
 sys.argv = ["thinpipe", *sys.argv[2:]]
 t.cli.main()
 """
@@ -691,7 +694,7 @@ def test_errors_of_the_network_are_messages_too(monkeypatch):
     def refuse(**_):
         raise UserError("no privilege: enable user namespaces")
 
-    monkeypatch.setattr(verbs, "_session", refuse)
+    monkeypatch.setattr(verbs, "session", refuse)
     shown = thinpipe("run", "smoke")
     assert (shown.code, shown.out) == (2, "")
     assert "enable user namespaces" in shown.err

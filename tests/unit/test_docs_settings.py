@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinpipe.harness.experiment import setting_keys
+from thinpipe.harness.settings import setting_keys
 from thinpipe.harness.spec import TRAIN_PRESETS, Part, Rule, RunSpec
 
 SETTINGS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"

@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import synthetic
 
-from thinpipe.harness import figures, plan, plugins, sweep, verbs
+from thinpipe.harness import figures, outputs, plan, plugins, sweep, verbs
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.store import Store
 
@@ -60,10 +60,10 @@ def store(tmp_path):
 
 def draw_if_new(store: Store) -> list[str] | None:
     """What `run` does once its sweep has ended: the names drawn, None where nothing was to do."""
-    origin = verbs._origin(verbs._ended(store, "synthetic"))
-    if origin == verbs._drawn_from(store, "synthetic"):
+    origin = outputs.origin(outputs.ended(store, "synthetic"))
+    if origin == outputs.drawn_from(store, "synthetic"):
         return None
-    return [Path(name).stem for name in verbs._draw(store, "synthetic", {"runs": None}, origin=origin)]
+    return [Path(name).stem for name in outputs.draw(store, "synthetic", {"runs": None}, noted=origin)]
 
 
 def test_figures_are_drawn_again_when_one_is_new_or_changed(store, found):
@@ -96,14 +96,14 @@ def test_plot_names_a_broken_figure_and_draws_the_others(store, found, capsys):
     folder = store.experiment_dir("synthetic") / "figures"
     assert f"figure: {folder / 'good_one.txt'}" in capsys.readouterr().err
     # It is not taken for drawn: the next `run` says so again.
-    assert verbs._drawn_from(store, "synthetic") is None
+    assert outputs.drawn_from(store, "synthetic") is None
     assert verbs.plot("synthetic", store.root, ["good_one"])["files"] == [str(folder / "good_one.txt")]
 
 
 @pytest.mark.parametrize("text", [BROKEN, TEXT])
 def test_a_broken_figure_changes_no_exit_code_of_a_sweep(store, found, monkeypatch, capsys, text):
     found(good_one=TEXT, odd_one=text)
-    loaded = SimpleNamespace(name="synthetic", cells=tuple)
+    loaded = SimpleNamespace(name="synthetic", cells=tuple, claims=(), figures=())
     monkeypatch.setattr(Store, "save_runs", lambda self, experiment: 0)
     made = plan.Plan("synthetic", ())
     monkeypatch.setattr(sweep, "execute", lambda *args, **options: sweep.Result(made))

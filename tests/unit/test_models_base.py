@@ -199,3 +199,11 @@ def test_an_index_that_is_none_or_leads_elsewhere_is_refused(tmp_path, names):
     (tmp_path / base.INDEX).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UserError, match="has no usable weight_map"):
         base.checkpoint_files(tmp_path)
+
+
+def test_a_published_checkpoint_that_is_not_here_is_planned_by_its_preset():
+    spec = ModelSpec(name="gpt2", checkpoint="openai-community/gpt2-xl")
+    by_name = base.resolve(spec, TaskSpec(sequence_length=1024))
+    by_preset = base.resolve(ModelSpec(name="gpt2", preset="xl"), TaskSpec(sequence_length=1024, vocab_size=50257))
+    assert by_name == by_preset
+    assert by_name.layers == 48

@@ -196,7 +196,7 @@ def test_only(demo, store, only, count):
     [
         ("arm=FP16", "Arms: AQ2, FP32, Q4, base"),
         ("amr=FP32", "Did you mean 'arm'?"),
-        ("network.rate=10", "Did you mean 'network.rate_mbit'?"),
+        ("network.rte_mbit=10", "Did you mean 'network.rate_mbit'?"),
         ("FP32", "key=value"),
         ("arm=[FP32]", "matches no run"),
         ("network.rate_mbit=fast", "matches no run"),
