@@ -114,14 +114,14 @@ def _of_experiment(folder: Path) -> ResultSet:
         notes.append(f"{len(new)} run(s) have ended since these tables were built: `thinpipe tables {name}`.")
     if len(ended) < len(run_ids):
         notes.append(f"{len(run_ids) - len(ended)} of {len(run_ids)} run(s) have not ended.")
-    known = declared(name)
+    known, asked = declared(name), store.declaration(name)
     if known is not None and known.claims and not (folder / CLAIMS).exists():
         notes.append("Its claims have not been judged yet: `thinpipe claims` does.")
     provenance = of_runs(store, ended)
     return ResultSet(
         name,
-        known.title if known else name,
-        known.question if known else "",
+        known.title if known else asked.get("title", name),
+        known.question if known else asked.get("question", ""),
         tables,
         _claims(folder / CLAIMS),
         {"experiment": name, "size": known.size if known else None, **provenance.summary()},

@@ -117,7 +117,8 @@ class Session:
                 networks.add(spec.network_id)
                 self._reachable(max(spec.network.rate_mbit or 0.0, spec.data_parallel.rate_mbit or 0.0) or None)
                 self._buildable(spec)
-            key = f"{spec.train_id}/{spec.measure}"
+            # What is checked and prepared is the same for every seed.
+            key = f"{spec.model_copy(update={'seed': 0}).train_id}/{spec.measure}"
             if key not in trained:
                 trained.add(key)
                 with _as_user_error():

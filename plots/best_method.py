@@ -98,7 +98,14 @@ def choose(reached: Mapping[str, Reached]) -> Choice | None:
 
 def _cell(ax: Axes, at: tuple[int, int], network: Network, choice: Choice | None) -> None:
     column, row = at
-    box = {"xy": (column - 0.5, row - 0.5), "width": 1, "height": 1, "edgecolor": "white", "linewidth": 2}
+    box = {
+        "xy": (column - 0.5, row - 0.5),
+        "width": 1,
+        "height": 1,
+        "edgecolor": "white",
+        "linewidth": 2,
+        "clip_on": False,
+    }
     rho = "" if np.isnan(network.rho) else f"rho {network.rho:.2g}\n"
     if choice is None:
         ax.add_patch(Rectangle(facecolor="#EEEEEE", **box))

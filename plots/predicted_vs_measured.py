@@ -55,6 +55,9 @@ def _figure(rows: pd.DataFrame) -> Figure:
         f"Left out: {left} cells, whose replays are flagged or missing, or that constants are fitted to."
     )
     style.finish(fig, "Simulated against measured step time", text, [_handle(arm) for arm in arms])
+    # Laid out once: done again for each format, a panel moves by a rounding error, and the files' bytes with it.
+    fig.draw_without_rendering()
+    fig.set_layout_engine("none")
     return fig
 
 

@@ -27,8 +27,9 @@ def trained(tmp_path_factory):
         yield Lab(session, tmp_path_factory.mktemp("results"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Groups for `--dist loadgroup`: what uses the machine, then each other file."""
+    """Groups for `--dist loadgroup`, which xdist reads next: what uses the machine, then each other file."""
     if not hasattr(config, "workerinput"):
         return
     machine = {item for item in items if any(item.get_closest_marker(name) for name in ("lab", "e2e"))}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,14 @@ from importlib import resources
 from typing import Any
 
 from thinpipe.harness import condense, metrics
-from thinpipe.harness.report.markup import Markup, blob, el, many
+from thinpipe.harness.report import data
+from thinpipe.harness.report.markup import Markup, el, many
 from thinpipe.harness.report.pictures import Picture
 from thinpipe.harness.resultset import ResultSet
 
 STATES = ("holds", "fails", "undecided")
 #: What a state looks like besides its colour.
 MARKS = {"holds": "✓", "fails": "✗", "undecided": "?"}
-#: Columns of the runs table that are shown before anyone chooses; of these the ones that hold anything.
-SHOWN = (
-    "run_id", "part", "arm", "seed", "state", "fidelity", "rate_mbit", "measured_rate_mbit", "step_time_s",
-    "final_train_loss", "final_eval_loss", "final_accuracy", "measured_compression_ratio", "frame_bytes",
-)  # fmt: skip
 #: A figure of a larger ratio of width to height takes a row of its own.
 WIDE = 2.2
 #: How many times its own size a figure is shown at most.
@@ -78,7 +73,7 @@ def html_of(shown: Sequence[Shown], made: str) -> str:
         ),
         el("footer", "One file: it asks no network for anything, and everything it shows is in it."),
         el("dialog", id="run"),
-        _data(shown),
+        data.scripts(shown),
         el("script", Markup(script)),
     )
     return f"<!DOCTYPE html>\n{el('html', head, body, lang='en')}\n"
@@ -281,7 +276,7 @@ def _figures(id_: str, one: Shown) -> Markup | None:
 
 
 def _size(content: str) -> tuple[float, float]:
-    """Width and height that a figure was drawn for: the room it takes, so that nothing moves when it is put in place."""
+    """Width and height that a figure was drawn for: the room it takes, so that nothing moves when it comes."""
     box = content.partition('viewBox="')[2].partition('"')[0].split()
     return (float(box[2]), float(box[3])) if len(box) == 4 else (450.0, 300.0)
 
@@ -377,49 +372,3 @@ def _definition(title: str, rows: Sequence[tuple[str, str, str]]) -> Markup:
     body = [el("tr", el("th", name, scope="row"), el("td", unit), el("td", text)) for name, unit, text in rows]
     table = el("table", el("thead", head), el("tbody", body))
     return el("details", el("summary", title), el("div", table, class_="scroll", tabindex="0"))
-
-
-# --- data for page.js ---
-
-
-def _data(shown: Sequence[Shown]) -> Markup:
-    parts = [el("script", Markup(_script_json(_index(shown))), type="application/json", id="index")]
-    for number_, one in enumerate(shown):
-        id_ = f"e{number_}"
-        parts += [
-            blob(f"{id_}-{name}", _table(frame, name)) for name, frame in condense.tables(one.found.tables).items()
-        ]
-        parts += [blob(f"{id_}-figure-{place}", picture.content) for place, picture in enumerate(one.pictures)]
-        parts.append(blob(f"{id_}-detail", _detail(one.found)))
-    return many(parts)
-
-
-def _index(shown: Sequence[Shown]) -> dict[str, Any]:
-    from thinpipe.harness.dotted import flat
-    from thinpipe.harness.spec import parse
-
-    return {
-        "sets": [{"id": f"e{number_}", "name": one.found.name} for number_, one in enumerate(shown)],
-        "shown": SHOWN,
-        "columns": {"runs": {name: [column.unit, column.meaning] for name, column in metrics.RUNS.items()}},
-        "defaults": flat(parse({}).model_dump(mode="json")),
-    }
-
-
-def _script_json(data: Any) -> str:
-    """JSON that no script element can be ended by."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _table(frame: Any, name: str) -> dict[str, Any]:
-    """Columns and their cells as CSV has them, a list a column: alike values side by side pack well."""
-    columns = list(metrics.TABLES[name])
-    return {"columns": columns, "cells": [[condense.cell(value) for value in frame[column]] for column in columns]}
-
-
-def _detail(found: ResultSet) -> dict[str, Any]:
-    from thinpipe.harness.resultset import common
-
-    shared, own = common(found.settings)
-    return {"shared": shared, "own": own, "provenance": found.provenance.to_json()}

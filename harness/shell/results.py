@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,8 @@ from thinpipe.harness.shell import (
     command,
     show,
 )
+
+PAGE = Path("report.html")
 
 
 def register(app: typer.Typer) -> None:
@@ -83,4 +86,57 @@ def claims(
     return int(any(claim["state"] == "fails" for claim in found))
 
 
-VERBS = {"reproduce": reproduce, "claims": claims}
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="Folders of experiments' results, or a folder of them.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = PAGE,
+    as_json: JsonOption = False,
+) -> None:
+    """Write results as one self-contained page: claims, figures, sortable tables, manifests, links, CSV."""
+    from thinpipe.harness import report as page
+    from thinpipe.harness.store import explain_disk_full
+
+    with explain_disk_full(out.parent):
+        found = page.report(paths, out)
+    show(found, as_json, lambda data: print(data["out"]))
+
+
+def export(
+    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="The folder of an experiment's results.")],
+    *,
+    latex: Annotated[bool, typer.Option("--latex", help="A table for LaTeX, with booktabs.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="A table for Markdown.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    claims: Annotated[bool, typer.Option("--claims", help="The claims instead of the arms.")] = False,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", metavar="NAME", help="A column of the runs table; repeatable.")
+    ] = None,
+) -> None:
+    """Print arms x metrics, means with intervals over seeds, or the claims, as LaTeX, Markdown or CSV."""
+    from thinpipe.harness import export as exporting
+    from thinpipe.harness.errors import UserError
+
+    asked = [name for name, on in (("latex", latex), ("markdown", markdown), ("csv", csv)) if on]
+    if len(asked) != 1:
+        raise UserError("say one of --latex, --markdown, --csv.")
+    print(exporting.export(path, asked[0], columns or (), claims=claims), end="")
+
+
+def compare(
+    left: Annotated[Path, typer.Argument(metavar="A", help="The folder of an experiment's results.")],
+    right: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same experiment or settings.")],
+    *,
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", metavar="NAME", help="A column of the runs table; repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two result sets, paired by seed: the effect with its interval; better, worse or undecided."""
+    from thinpipe.harness import compare as comparing
+
+    found = comparing.compare(left, right, metrics or comparing.METRICS)
+    show(found, as_json, lambda data: print(comparing.render(data), end=""))
+
+
+VERBS = {"reproduce": reproduce, "claims": claims, "report": report, "export": export, "compare": compare}

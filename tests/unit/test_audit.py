@@ -13,6 +13,7 @@ SPEC = parse({"compression": {"forward": "fixpoint:4"}})
 GOOD = {
     "threads": 1,
     "dtype": "float32",
+    "compute": "real",
     "autocast": "None",
     "seed": 0,
     "schedule": "ScheduleGPipe",
@@ -36,6 +37,7 @@ def test_settings_that_read_back_as_asked_pass():
     [
         ("threads", 2),
         ("dtype", "float64"),
+        ("compute", "replay"),
         ("autocast", "bfloat16"),
         ("seed", 1),
         ("schedule", "Schedule1F1B"),

@@ -180,3 +180,10 @@ def test_with_another_profile_of_the_same_name_a_run_is_stale(tmp_path):
     path.write_text(json.dumps({**GOOD, "forward_s": [0.001] * 48}))
     assert entry().state == "stale"
     assert f"profile {path}" in entry().note
+
+
+def test_links_that_carry_no_frames_are_not_calibrated():
+    """Eight hosts have 56 links between them, and a pipeline uses 14."""
+    assert len(runner.carrying(spec())) == 14
+    groups = parse({"data_parallel": {"groups": 2}})
+    assert runner.carrying(groups) == {(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (2, 0), (1, 3), (3, 1)}
