@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STAMP := $(VENV)/.compiled
 # tests/conftest.py says what each does.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 export NUMBA_NUM_THREADS = 1

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinpipe.harness.claim_subject import Metric
+from thinpipe.harness.claims.subject import Metric
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.resultset import ResultSet, load
 from thinpipe.harness.stats import interval

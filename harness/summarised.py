@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinpipe.harness.claim_metrics import REGISTRY
-from thinpipe.harness.claim_subject import Metric
+from thinpipe.harness.claims.metrics import REGISTRY
+from thinpipe.harness.claims.subject import Metric
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.metrics import RUNS
 from thinpipe.harness.resultset import ResultSet

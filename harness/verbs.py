@@ -147,6 +147,8 @@ def tables(source: str, results: Path, size: str | None = None) -> dict[str, Any
 def plot(source: str, results: Path, names: Sequence[str], size: str | None = None) -> dict[str, Any]:
     """Draw figures, all without `names`; returns {experiment, files}. `source` is a run for figures of one run."""
     store = Store(results)
+    if any(figures.is_of_simulation(name) for name in names):
+        raise UserError(f"{', '.join(names)}: predictions are drawn by `thinpipe simulate {source} --against`")
     if any(figures.is_of_codecs(name) for name in names):
         raise UserError(f"{', '.join(names)}: what codecs make of tensors is drawn by `thinpipe codecs measure`")
     if any(figures.is_per_run(name) for name in names):

@@ -275,6 +275,10 @@ def save(fig: Figure, out_dir: Path, name: str, formats: Sequence[str] = FORMATS
     """Write `fig` as NAME.png, .pdf and .svg (or `formats`), each whole or not at all; same tables, same bytes."""
     out_dir.mkdir(parents=True, exist_ok=True)
     paths = []
+    # Laid out once: each format measures letters its own way, and would move what the one before it has placed.
+    with context():
+        fig.draw_without_rendering()
+    fig.set_layout_engine("none")
     for kind in formats:
         path = out_dir / f"{name}.{kind}"
         part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,8 +1,8 @@
 """What tests share: a session for real training between namespaces, and which of several workers runs what.
 
-`make test` has two workers. Tests marked lab or e2e load the machine by themselves and share sessions: one worker runs
-all of them, first, so that the other's shorter files fill what is left. Tests marked alone measure the machine: no
-other test runs meanwhile.
+`make test` has two workers. Tests that train between namespaces load the machine by themselves and share a session: one
+worker runs all of them, first, so that shorter files fill what is left. Tests marked alone measure the machine: no other
+test runs meanwhile.
 """
 
 import contextlib
@@ -27,15 +27,29 @@ def trained(tmp_path_factory):
         yield Lab(session, tmp_path_factory.mktemp("results"))
 
 
-@pytest.hookimpl(tryfirst=True)
+# Whose tests load the machine by themselves.
+MACHINE = ("e2e", "golden", "lab")
+
+
+def uses_machine(nodeid):
+    return nodeid.startswith(tuple(f"tests/{folder}/" for folder in MACHINE))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Groups for `--dist loadgroup`, which xdist reads next: what uses the machine, then each other file."""
-    if not hasattr(config, "workerinput"):
-        return
-    machine = {item for item in items if any(item.get_closest_marker(name) for name in ("lab", "e2e"))}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("machine" if item in machine else item.path.stem))
-    items.sort(key=lambda item: item not in machine)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not uses_machine(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """What uses the machine to one worker, each other file as a whole to whichever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "machine" if uses_machine(nodeid) else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
 
 
 # Files that are there anyway: one is held while waiting for the other, so that who waits to be alone is not passed by.

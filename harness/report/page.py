@@ -352,7 +352,7 @@ def must_be(claim: Mapping[str, Any]) -> str:
 
 def meanings() -> dict[str, str]:
     """Metric of claims -> what it is."""
-    from thinpipe.harness.claim_metrics import REGISTRY
+    from thinpipe.harness.claims.metrics import REGISTRY
 
     return {name: f"{metric.meaning}{f' ({metric.unit})' if metric.unit else ''}" for name, metric in REGISTRY.items()}
 

@@ -9,10 +9,12 @@ import typer
 
 from thinpipe.harness.shell import (
     RESULTS,
+    ExperimentArg,
     JsonOption,
     LimitOption,
     OnlyOption,
     ResultsOption,
+    SetOption,
     SizeOption,
     command,
     show,
@@ -46,8 +48,9 @@ def reproduce(
     as_json: JsonOption = False,
 ) -> int:
     """Reproduce a paper: plan, run, tabulate, draw, check claims, write a page. Interrupted, it resumes."""
-    from thinpipe.harness import render, render_claims, verbs, views
+    from thinpipe.harness import render, verbs, views
     from thinpipe.harness import reproduce as reproduction
+    from thinpipe.harness.claims import render as render_claims
     from thinpipe.harness.store import Store
 
     store = Store(results)
@@ -79,7 +82,8 @@ def claims(
     as_json: JsonOption = False,
 ) -> int:
     """Check the claims of experiments against their runs: holds, fails or undecided. Exit code 1 if one fails."""
-    from thinpipe.harness import render_claims, verbs
+    from thinpipe.harness import verbs
+    from thinpipe.harness.claims import render as render_claims
 
     found = verbs.claims(experiments or [], results, size)
     show(found, as_json, render_claims.render)
@@ -139,4 +143,72 @@ def compare(
     show(found, as_json, lambda data: print(comparing.render(data), end=""))
 
 
-VERBS = {"reproduce": reproduce, "claims": claims, "report": report, "export": export, "compare": compare}
+def profile(
+    experiment: ExperimentArg,
+    *,
+    overrides: SetOption = None,
+    size: SizeOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write it here, for `profile = FILE` of a replay.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how long each block of an experiment's model computes here: what compute = "replay" waits by."""
+    from thinpipe.harness import experiment as experiments
+    from thinpipe.harness import profile as profiles
+    from thinpipe.harness import profiling, verbs
+
+    spec = profiling.of_experiment(experiments.load(experiment, overrides or (), size))
+    found = profiling.profile_run(spec)
+    if out is not None:
+        profiles.write(found, out)
+        verbs.say(f"wrote {out}")
+    show(found.to_json(), as_json, lambda _: print(profiling.render(found)))
+
+
+def simulate(
+    experiment: ExperimentArg,
+    *,
+    overrides: SetOption = None,
+    size: SizeOption = None,
+    results: ResultsOption = RESULTS,
+    profile: Annotated[
+        str | None, typer.Option("--profile", metavar="NAME", help="Compute as this profile says, not the cell's own.")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option("--stages", metavar="N", help="As many stages, of a model as much deeper.")
+    ] = None,
+    wan: Annotated[
+        str | None, typer.Option("--wan", metavar="NAME", help="Links between regions, e.g. ten-regions.")
+    ] = None,
+    best_order: Annotated[
+        bool, typer.Option("--best-order", help="Put stages into regions in the best order that a search finds.")
+    ] = False,
+    against: Annotated[
+        bool, typer.Option("--against", help="Hold predictions against the experiment's own replays.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Predict step time, bubble and link use of an experiment's cells, also of those this machine cannot run."""
+    from thinpipe.harness import experiment as experiments
+    from thinpipe.harness import verbs
+    from thinpipe.harness.simulation import report
+    from thinpipe.harness.store import Store
+
+    store = Store(results)
+    found = verbs.resolved(experiments.load(experiment, overrides or (), size), store, measure=False)
+    setting = report.setting(profile, stages, wan, best_order=best_order)
+    data = report.against(found, store, setting) if against else report.predict(found, setting)
+    show(data, as_json, report.render)
+    return int(against and not data["against"]["holds"])
+
+
+VERBS = {
+    "reproduce": reproduce,
+    "claims": claims,
+    "report": report,
+    "export": export,
+    "compare": compare,
+    "profile": profile,
+    "simulate": simulate,
+}

@@ -6,10 +6,12 @@ The machine may be busy: of time a bound is asserted on one side, of bytes equal
 import pandas as pd
 import pytest
 
-from thinpipe.harness import experiment, simulate_cells, simulate_report
+from thinpipe.harness import experiment
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.runner import Session
-from thinpipe.harness.simulate_costs import Codecs
+from thinpipe.harness.simulation import cells as simulate_cells
+from thinpipe.harness.simulation import report as simulate_report
+from thinpipe.harness.simulation.costs import Codecs
 from thinpipe.harness.store import Store
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.harness import claim_metrics, claims, metrics, render_claims
+from thinpipe.harness import claims, metrics
 from thinpipe.harness import declared as declared_module
-from thinpipe.harness.claim_subject import REQUIRED, NoValue, Subject
-from thinpipe.harness.claim_times import gpipe_bound_s, speed_up
-from thinpipe.harness.claim_verdict import LEVEL, decide, obeys
+from thinpipe.harness.claims import metrics as claim_metrics
+from thinpipe.harness.claims import render as render_claims
+from thinpipe.harness.claims.subject import REQUIRED, NoValue, Subject
+from thinpipe.harness.claims.times import gpipe_bound_s, speed_up
+from thinpipe.harness.claims.verdict import LEVEL, decide, obeys
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import expand
 from thinpipe.harness.profile import StageTimes

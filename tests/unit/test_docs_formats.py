@@ -28,8 +28,8 @@ ABOUT = {
     + ".",
     "curves": "One row an epoch of a training and network it was timed at: loss against time (numbers.md, Composed "
     "curves).",
-    "composition": "One row a training and network: what its curve is composed of, or lacks, and how far off it is where "
-    "it was measured too.",
+    "composition": "One row a training and network: what its curve is composed of, or lacks, and how far off it is "
+    "where it was measured too.",
     "rate_distortion": "One row a compressor and tensor, written by `thinpipe codecs measure` (codecs.md).",
     "predictions": "One row a cell, written by `thinpipe simulate EXPERIMENT --against` (simulate.md).",
 }

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from thinpipe.harness.simulate import simulate, steps, transfer_s
-from thinpipe.harness.simulate_model import (
+from thinpipe.harness.simulation.model import (
     BACKWARD,
     FORWARD,
     PARTS,
@@ -21,6 +20,7 @@ from thinpipe.harness.simulate_model import (
     ring_s,
     wire_bytes,
 )
+from thinpipe.harness.simulation.steps import simulate, steps, transfer_s
 
 
 def link(rate, delay=0.0, **more):

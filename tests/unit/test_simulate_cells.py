@@ -8,12 +8,16 @@ import pandas as pd
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from thinpipe.harness import experiment, simulate, simulate_cells, simulate_report, wan
+from thinpipe.harness import experiment
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.simulate_cells import Setting
-from thinpipe.harness.simulate_cluster import cluster
-from thinpipe.harness.simulate_costs import Codecs, Constants, fitted, latencies, of_runs, residue
-from thinpipe.harness.simulate_model import BACKWARD, FORWARD, Overheads, Times, orders
+from thinpipe.harness.simulation import cells as simulate_cells
+from thinpipe.harness.simulation import report as simulate_report
+from thinpipe.harness.simulation import steps as simulate
+from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation.cells import Setting
+from thinpipe.harness.simulation.cluster import cluster
+from thinpipe.harness.simulation.costs import Codecs, Constants, fitted, latencies, of_runs, residue
+from thinpipe.harness.simulation.model import BACKWARD, FORWARD, Overheads, Times, orders
 from thinpipe.harness.spec import parse
 from thinpipe.netem.link import LinkSpec
 

@@ -17,7 +17,7 @@ from thinpipe.harness import regimes
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition
-from thinpipe.harness.simulate_model import Overheads, Times
+from thinpipe.harness.simulation.model import Overheads, Times
 from thinpipe.harness.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Coded(NamedTuple):
 @dataclass(frozen=True)
 class Constants:
     """Seconds beside compute, codec and transfer: `overheads`, and a round of the exchange of norms without the link's
-    delay. The defaults: `fitted` to replays on two cores (docs/simulate.md says which)."""
+    delay. The defaults are stated, not measured: about what replays show on two idle cores. `simulate_report.against`
+    fits them to runs."""
 
     overheads: Overheads = field(default_factory=lambda: Overheads(action_s=0.00045, message_s=0.0002, step_s=0.0015))
     sync_round_s: float = 0.0004

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from thinpipe.harness import metrics, simulate_cells, simulate_costs, wan
+from thinpipe.harness import metrics
 from thinpipe.harness import profile as profiles
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import Cell, Experiment
-from thinpipe.harness.simulate_cells import Setting
-from thinpipe.harness.simulate_cluster import cluster
-from thinpipe.harness.simulate_costs import Codecs, Constants
-from thinpipe.harness.simulate_model import Times
+from thinpipe.harness.simulation import cells as simulate_cells
+from thinpipe.harness.simulation import costs as simulate_costs
+from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation.cells import Setting
+from thinpipe.harness.simulation.cluster import cluster
+from thinpipe.harness.simulation.costs import Codecs, Constants
+from thinpipe.harness.simulation.model import Times
 from thinpipe.harness.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from thinpipe.harness.spec import RunSpec
 from thinpipe.netem.topology import HOSTS_MAX
 
 if TYPE_CHECKING:
-    from thinpipe.harness.simulate_cells import Setting
+    from thinpipe.harness.simulation.cells import Setting
 
 #: Labs of one machine were calibrated up to this rate; above it, a run measures first whether it is carried.
 CARRIED_MBIT = 1000.0

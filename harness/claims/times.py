@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from thinpipe.harness.claim_series import losses
-from thinpipe.harness.claim_subject import REQUIRED, Flagged, Metric, NoValue, Subject
+from thinpipe.harness.claims.series import losses
+from thinpipe.harness.claims.subject import REQUIRED, Flagged, Metric, NoValue, Subject
 
 if TYPE_CHECKING:
     import numpy as np

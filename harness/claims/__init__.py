@@ -1,10 +1,10 @@
 """Claims: sentences of an experiment that its runs can contradict, and whether they do. Tables in, plain data out.
 
-    check(claim, parts)             what is wrong with a claim as it is written, at load time (claim_check.py)
+    check(claim, parts)             what is wrong with a claim as it is written, at load time (check.py)
     evaluate(experiment, tables)    holds, fails or undecided, with the numbers behind it
 
-docs/claims.md has the rules. What is compared with what: claim_scope.py; numbers of runs: claim_metrics.py, read by
-claim_reader.py; when seeds are enough: claim_verdict.py. No pandas is imported before something is evaluated.
+docs/claims.md has the rules. What is compared with what: scope.py; numbers of runs: metrics.py, read by
+reader.py; when seeds are enough: verdict.py. No pandas is imported before something is evaluated.
 
 >>> outcome_table([{"state": "holds"}, {"state": "undecided"}]), outcome_table([{"state": "fails"}])
 (0, 1)
@@ -16,17 +16,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from thinpipe.harness import claim_scope
-from thinpipe.harness.claim_check import check
-from thinpipe.harness.claim_metrics import REGISTRY
-from thinpipe.harness.claim_scope import Hypothesis, Unit
-from thinpipe.harness.claim_subject import Metric
+from thinpipe.harness.claims import scope as claim_scope
+from thinpipe.harness.claims.check import check
+from thinpipe.harness.claims.metrics import REGISTRY
+from thinpipe.harness.claims.scope import Hypothesis, Unit
+from thinpipe.harness.claims.subject import Metric
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from thinpipe.harness.claim_reader import Reader, Reading
-    from thinpipe.harness.claim_verdict import Verdict
+    from thinpipe.harness.claims.reader import Reader, Reading
+    from thinpipe.harness.claims.verdict import Verdict
     from thinpipe.harness.declared import Claim
     from thinpipe.harness.experiment import Experiment
 
@@ -41,7 +41,7 @@ def evaluate(experiment: Experiment, tables: Mapping[str, pd.DataFrame]) -> list
     is more than one thing). value: arm / other (geometric mean over seeds), or the difference of means, or what bound
     is about; where a claim is made of several pairs, of the one nearest to failing, or failing most.
     """
-    from thinpipe.harness.claim_reader import Reader
+    from thinpipe.harness.claims.reader import Reader
 
     reader = Reader(experiment, tables)
     return [_evaluate(claim, experiment, reader) for claim in experiment.claims]
@@ -95,7 +95,7 @@ def _numbers(one: _Judged) -> dict[str, Any]:
 
 def _together(judged: Sequence[_Judged]) -> tuple[str, _Judged]:
     """One failing pair fails the claim, all holding hold it; with the pair to show: the worst of those that decide."""
-    from thinpipe.harness.claim_verdict import FAILS, HOLDS, UNDECIDED
+    from thinpipe.harness.claims.verdict import FAILS, HOLDS, UNDECIDED
 
     for state in (FAILS, UNDECIDED):
         if some := [one for one in judged if one.state == state]:
@@ -129,7 +129,7 @@ def _computed(claim: Claim, metric: Metric, reader: Reader) -> _Judged:
 
 
 class _Measure:
-    """Between values of runs and distances (claim_verdict.py), on the claim's scale. shift: what a left side, less a
+    """Between values of runs and distances (verdict.py), on the claim's scale. shift: what a left side, less a
     right one, is held against; margin: half the width of "~"."""
 
     def __init__(self, claim: Claim, metric: Metric) -> None:
@@ -161,7 +161,7 @@ class _Measure:
         return left - (right if self.ratio else self.claim.factor * right) - self.shift
 
     def verdict(self, distances: Mapping[int, float], tests: int, *, exact: bool = False) -> Verdict:
-        from thinpipe.harness.claim_verdict import decide
+        from thinpipe.harness.claims.verdict import decide
 
         exact = exact or self.claim.exact
         return decide(distances, self.claim.relation, margin=self.margin, tests=tests, exact=exact)
@@ -177,7 +177,7 @@ class _Measure:
 
 def _said(claim: Claim, label: str, reading: Reading, measure: _Measure, found: Verdict) -> _Judged:
     """A verdict as people read it; undecided where runs are missing, but for a counterexample that needs no seeds."""
-    from thinpipe.harness.claim_verdict import FAILS, LEAST, UNDECIDED, violation
+    from thinpipe.harness.claims.verdict import FAILS, LEAST, UNDECIDED, violation
 
     state, needs, because, n = found.state, found.needs, found.why, found.n
     if reading.timing_runs is not None and reading.timing_runs < min(LEAST, n):
@@ -203,7 +203,7 @@ def _equal(claim: Claim, hypothesis: Hypothesis, reading: Reading) -> _Judged:
     """`==`: bit-equal for every seed. One that differs is a counterexample, however few there are.
 
     value: of a bound, the value farthest from it; of two sides, their largest difference."""
-    from thinpipe.harness.claim_verdict import FAILS, HOLDS, LEAST, UNDECIDED
+    from thinpipe.harness.claims.verdict import FAILS, HOLDS, LEAST, UNDECIDED
 
     left, right, n = hypothesis.left.unit, hypothesis.right, len(reading.values)
     sides = {

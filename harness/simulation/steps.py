@@ -13,7 +13,7 @@ order, each as far as its messages allow.
 After the last backward: the exchange between data groups, then what synchronises the ranks (a global gradient norm),
 then the optimizer. Seconds and bytes throughout.
 
->>> from thinpipe.harness.simulate_model import Times, orders
+>>> from thinpipe.harness.simulation.model import Times, orders
 >>> quick = Pipeline((Times(1.0, 2.0),) * 4, orders("gpipe", 4, 4), microbatches=4)
 >>> simulate(quick).step_time_s == (4 + 4 - 1) * (1.0 + 2.0), round(simulate(quick).bubble_fraction, 4)
 (True, 0.4286)
@@ -25,7 +25,7 @@ import math
 from array import array
 from collections import deque
 
-from thinpipe.harness.simulate_model import (
+from thinpipe.harness.simulation.model import (
     BACKWARD,
     FORWARD,
     INPUT,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from thinpipe.harness import claim_scope
-from thinpipe.harness.claim_metrics import REGISTRY
-from thinpipe.harness.claim_series import DIRECTIONS
-from thinpipe.harness.claim_subject import REQUIRED, Metric
+from thinpipe.harness.claims import scope as claim_scope
+from thinpipe.harness.claims.metrics import REGISTRY
+from thinpipe.harness.claims.series import DIRECTIONS
+from thinpipe.harness.claims.subject import REQUIRED, Metric
 from thinpipe.harness.declared import Claim
 from thinpipe.harness.errors import UserError, near_miss
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from thinpipe.harness import claim_scope
-from thinpipe.harness.claim_scope import Hypothesis, Unit
-from thinpipe.harness.claim_subject import Flagged, Metric, NoValue, Subject, Value
+from thinpipe.harness.claims import scope as claim_scope
+from thinpipe.harness.claims.scope import Hypothesis, Unit
+from thinpipe.harness.claims.subject import Flagged, Metric, NoValue, Subject, Value
 
 if TYPE_CHECKING:
     from thinpipe.harness.declared import Claim

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.harness.errors import UserError, near_miss
-from thinpipe.harness.simulate_model import Link
+from thinpipe.harness.simulation.model import Link
 
 KEYS = ("name", "source", "regions", "delay_ms", "rate_mbit")
 

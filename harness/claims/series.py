@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from thinpipe.harness.claim_subject import REQUIRED, Metric, NoValue, Subject
+from thinpipe.harness.claims.subject import REQUIRED, Metric, NoValue, Subject
 
 if TYPE_CHECKING:
     import pandas as pd

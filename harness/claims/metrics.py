@@ -1,7 +1,7 @@
 """The metrics of claims by name, each a number of one run.
 
 Every numeric column of the runs table is one (harness/metrics.py has its meaning); the others are worked out from a
-run's rows in the other tables: claim_series.py from steps, transfers and evals, claim_times.py from times and curves.
+run's rows in the other tables: series.py from steps, transfers and evals, times.py from times and curves.
 
 >>> REGISTRY["step_time_s"].better, REGISTRY["step_time_s"].is_time
 ('lower', True)
@@ -12,8 +12,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from thinpipe.harness import claim_series, claim_times, metrics
-from thinpipe.harness.claim_subject import Metric, Subject
+from thinpipe.harness import metrics
+from thinpipe.harness.claims import series as claim_series
+from thinpipe.harness.claims import times as claim_times
+from thinpipe.harness.claims.subject import Metric, Subject
 
 HIGHER = (
     "samples_per_s", "tokens_per_s", "final_accuracy", "final_matthews", "final_f1", "compression_ratio",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinpipe.harness import profile as profiles
-from thinpipe.harness import regimes, simulate, simulate_model, wan
+from thinpipe.harness import regimes
 from thinpipe.harness.data_traffic import step_traffic
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import Cell
@@ -25,9 +25,12 @@ from thinpipe.harness.frame import HEADER_BYTES
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition, placement
 from thinpipe.harness.profile import Profile
-from thinpipe.harness.simulate_cluster import beyond
-from thinpipe.harness.simulate_costs import Codecs, Constants, message_shapes
-from thinpipe.harness.simulate_model import Bucket, Link, Message, Pipeline, Times
+from thinpipe.harness.simulation import model as simulate_model
+from thinpipe.harness.simulation import steps as simulate
+from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation.cluster import beyond
+from thinpipe.harness.simulation.costs import Codecs, Constants, message_shapes
+from thinpipe.harness.simulation.model import Bucket, Link, Message, Pipeline, Times
 from thinpipe.harness.spec import RunSpec
 from thinpipe.netem import qdisc
 from thinpipe.netem.link import ETHERNET_BYTES, TCP_IP_BYTES, LinkSpec, bytes_per_s, gso_bytes
