@@ -158,7 +158,7 @@ def expand(
         merged = {"seeds": data.get("seeds", [0]), "arm": data.get("arm", []), **item}
         if layer.seeds is not None and "seeds" not in item:
             merged["seeds"] = layer.seeds
-        merged |= {key: value for key, value in layer.parts.get(item.get("name"), {}).items() if key == "seeds"}
+        merged |= {key: value for key, value in layer.parts.get(str(item.get("name")), {}).items() if key == "seeds"}
         if seeds is not None:
             merged["seeds"] = seeds
         if item.get("name") not in layer.skip:

@@ -51,9 +51,10 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame, found: pd.Data
     drawn = pd.concat([here for here, _ in rows.values()])
     text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
     text += _composed.composed_text(found)
-    without = sorted(set(runs["arm"]) - set(found["arm"]))
-    text += f" Not timed at any network: {', '.join(without)}." if without else ""
-    text += _curves.remark(drawn, {kind: curves for _, kinds in rows.values() for kind, curves in kinds.items()})
+    without = set(runs.loc[runs["state"] != "diverged", "arm"]) - set(found["arm"])
+    text += f" Not timed at any network: {', '.join(sorted(without))}." if without else ""
+    every = {f"{where} {kind}": curves for where, (_, kinds) in rows.items() for kind, curves in kinds.items()}
+    text += _curves.remark(runs.drop_duplicates("run_id"), every)
     style.finish(fig, f"Loss against training time, part {part}", text, _curves.legend(drawn))
     return fig
 

@@ -60,7 +60,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     runs = runs.assign(x=found.x, family=found.family)
     select.one_setting(runs, ["arm", "x", "seed"], "train_id")
     select.one_setting(runs, ["family", "x", "seed"], "train_id")
-    shown = [column for column in VALUES if len(select.finite(runs, [column]))]
+    shown = [column for column in VALUES if len(_ended(runs, column))]
     if not shown:
         raise select.nothing(tables, f"a run of part {part!r} that ended with a loss")
     fig = style.new_figure(1, len(shown))
@@ -162,9 +162,13 @@ def _in_order(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
     return iter(sorted(grouped, key=lambda own: style.methods(own["arm"])[0].order))
 
 
+def _ended(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    return select.finite(runs[runs["state"] != "diverged"], [column])
+
+
 def _line(ax: Axes, own: pd.DataFrame, column: str, found: Varied, turn: tuple[int, int]) -> list[int]:
     """Draw one family; return the number of seeds behind each of its means."""
-    ended = select.finite(own, [column])
+    ended = _ended(own, column)
     look = style.methods(own["arm"])[-1]
     if own["x"].isna().all():
         return _across(ax, look, ended, column, found)

@@ -140,10 +140,11 @@ def resolve(spec: ModelSpec, task: TaskSpec) -> ModelShape:
         )
     blocks = declared.get("blocks")
     fixed = {} if blocks is None else {"layers": len(blocks)}
+    published = _published_sizes(spec, declared)
     if spec.checkpoint is None:
         sizes = _preset_sizes(spec, declared["presets"], fixed) | {"vocab_size": task.vocab_size}
-    elif (sizes := _published_sizes(spec, declared)) is not None:
-        pass
+    elif published is not None:
+        sizes = published
     elif "checkpoint" in declared:
         sizes = _checkpoint_sizes(spec, declared["checkpoint"]) | fixed
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -203,7 +204,7 @@ def simulate(
     return int(against and not data["against"]["holds"])
 
 
-VERBS = {
+VERBS: dict[str, Callable[..., int | None]] = {
     "reproduce": reproduce,
     "claims": claims,
     "report": report,
