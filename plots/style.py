@@ -257,6 +257,18 @@ def log_axis(axis: Axis, values: Sequence[float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def bytes_text(count: float) -> str:
+    """A number of bytes as axes show it, in decimal units.
+
+    >>> bytes_text(0), bytes_text(512), bytes_text(20_000), bytes_text(1.5e6)
+    ('0', '512 B', '20 kB', '1.5 MB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:g} {unit}"
+    return f"{count:g} B" if count else "0"
+
+
 FLAGGED = "hollow: flagged\n(runs.fidelity)"
 DIVERGED = "diverged"
 

@@ -1,8 +1,8 @@
 """What tests share: a session for real training between namespaces, and which of several workers runs what.
 
 `make test` has two workers. Tests that train between namespaces load the machine by themselves and share a session: one
-worker runs all of them, first, so that shorter files fill what is left. Tests marked alone measure the machine: no other
-test runs meanwhile.
+worker runs all of them, first, so that shorter files fill what is left. Tests marked alone measure the machine: no
+other test runs meanwhile.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from drawing import caption_of, drawn, legend_of, made, only, with_runs
+from drawing import caption_of, legend_of, made, only, with_runs
 from matplotlib.colors import to_hex
 
 from thinpipe.harness import plugins
@@ -66,7 +66,7 @@ def test_the_target_is_that_of_the_same_seed_with_its_slack():
 
 
 def test_the_lines_hold_the_times_and_what_did_not_get_there_is_an_arrow(tables):
-    fig = drawn(load("time_to_target").figures(tables))
+    fig = made(load("time_to_target").figures(tables))
     (ax,) = fig.axes
     lines = {line.get_label(): line for line in ax.get_lines()}
     runs = tables["runs"].query("part == 'convergence' and arm == 'FP32'")
@@ -93,12 +93,12 @@ def test_rho_stands_below_the_rate_and_another_models_steps_have_a_panel_of_thei
     curves = tables["curves"]
     big = curves.assign(time_of="v100-gpt2-xl, 8 stages", rho=400 / curves["rate_mbit"], t_s=curves["t_s"] * 50)
     both = {**tables, "curves": pd.concat([curves, big])}
-    small, large = drawn(load("time_to_target").figures(both)).axes
+    small, large = made(load("time_to_target").figures(both)).axes
     assert [t.get_text() for t in small.get_xticklabels()] == ["10", "30", "100"]
     assert [t.get_text() for t in large.get_xticklabels()] == ["10\n(40)", "30\n(13)", "100\n(4)"]
     assert large.get_title() == "v100-gpt2-xl, 8 stages"
     assert "rho" in large.get_xlabel()
-    cells = [t.get_text() for t in drawn(load("best_method").figures(both)).axes[0].texts]
+    cells = [t.get_text() for t in made(load("best_method").figures(both)).axes[0].texts]
     assert len(cells) == 6
     assert sum(text.startswith("rho ") for text in cells) == 3
 
@@ -137,12 +137,12 @@ def test_alone_at_the_target_or_nobody_there():
 
 def test_the_map_names_the_first_and_hatches_what_is_undecided(tables):
     plain = with_runs(tables, fidelity="ok")
-    (ax,) = drawn(load("best_method").figures(plain)).axes
+    (ax,) = made(load("best_method").figures(plain)).axes
     assert [t.get_text().split("\n")[0] for t in ax.texts] == ["AQ-SGD fw4 bw8"] * 3
     assert {to_hex(p.get_facecolor()) for p in ax.patches} == {style.method("AQ-SGD fw4 bw8").colour.lower()}
     assert not [p for p in ax.patches if p.get_gid() == "undecided"]
     one = only(plain, lambda runs: runs["seed"] == 0)
-    fig = drawn(load("best_method").figures(one))
+    fig = made(load("best_method").figures(one))
     assert len([p for p in fig.axes[0].patches if p.get_hatch()]) == 3
     assert "undecided" in legend_of(fig)
 
@@ -160,7 +160,7 @@ def test_the_front_leaves_out_what_is_beaten_and_what_diverged():
 
 
 def test_a_panel_for_bytes_and_one_a_network(tables):
-    fig = drawn(load("pareto").figures(tables))
+    fig = made(load("pareto").figures(tables))
     assert [ax.get_xlabel().split("\n")[-1] for ax in fig.axes] == [
         "bytes sent in training (MB, log scale)", "10 Mbit/s", "30 Mbit/s", "100 Mbit/s"
     ]  # fmt: skip
@@ -183,7 +183,7 @@ def test_a_measured_curve_goes_before_a_composed_one(tables):
     found = _composed.curves({**tables, "curves": pd.concat([curves, measured])}, runs)
     assert len(found) == len(curves)
     assert set(found.loc[found["rate_mbit"] == 10, "t_s"]) == {1.0}
-    assert [network for network, _ in _composed.networks(found)][0][:2] == ("", 10.0)
+    assert next(network for network, _ in _composed.networks(found))[:2] == ("", 10.0)
 
 
 def test_the_cells_of_the_check_are_no_part_of_what_is_compared(tables):

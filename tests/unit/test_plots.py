@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from drawing import caption_of, cell_texts, legend_of, only, with_runs, words
+from drawing import caption_of, cell_texts, legend_of, made, only, with_runs, words
 from drawing import drawn as drawn_one
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -78,7 +78,7 @@ def test_seeds_that_diverged_before_a_first_point_are_counted(tables):
     runs = tables["runs"]
     lost = none | {"runs": runs.assign(state=runs["state"].where(runs["arm"] != arm, "diverged"))}
     for name in ("loss_vs_step", "loss_vs_time"):
-        assert "3 run(s) diverged before a first point." in caption_of(drawn_one(load(name).figures(lost)))
+        assert "3 run(s) diverged before a first point." in caption_of(made(load(name).figures(lost)))
 
 
 def test_of_two_uncompressed_arms_the_first_is_the_measure(tables):
