@@ -12,13 +12,14 @@ from thinpipe.harness.errors import RunError
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition, placement
 from thinpipe.harness.spec import RunSpec
+from thinpipe.netem.link import SEGMENT_HEADER_BYTES
 
-# Ethernet, IPv4 and TCP with timestamps: what a segment costs above its payload.
-SEGMENT_HEADER_BYTES = 14 + 20 + 32
 WIRE_TOLERANCE = 0.002
 # A few acknowledgements may leave between reading TCP's counters and the queue's.
 LATE_SEGMENTS = 30
 RUN_QUEUE_LIMIT_PCT = 5.0
+# As much as a link may be off: a replay's passes are given, like its links.
+OVERRUN_LIMIT_PCT = 2.0
 # What a rank reads back of each schedule and optimizer.
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -146,13 +147,22 @@ def compare_bytes(per_host: Mapping[int, int], reports: Mapping[int, Mapping[str
 
 
 def fidelity(
-    spec: RunSpec, run_queue_pct: float | None, calibration: Sequence[Mapping[str, Any]]
+    spec: RunSpec,
+    run_queue_pct: float | None,
+    calibration: Sequence[Mapping[str, Any]],
+    overrun_pct: float | None = None,
 ) -> dict[str, list[str]]:
-    """Why a run's times must not be trusted: cpu-bound, link-off; empty lists when they may."""
-    flags, reasons = [], []
+    """Why a run's times must not be trusted: cpu-bound, link-off; empty lists when they may. overrun_pct: of a
+    replay."""
+    reasons = []
     if run_queue_pct is not None and run_queue_pct > RUN_QUEUE_LIMIT_PCT:
-        flags.append("cpu-bound")
         reasons.append(f"a rank waited {run_queue_pct:.1f} % of its steps for a core (limit {RUN_QUEUE_LIMIT_PCT:g} %)")
+    if overrun_pct is not None and overrun_pct > OVERRUN_LIMIT_PCT:
+        reasons.append(
+            f"a rank's replay waits were overrun by {overrun_pct:.1f} %: what it does beside them takes longer than "
+            f"the profile's passes (limit {OVERRUN_LIMIT_PCT:g} %)"
+        )
+    flags = ["cpu-bound"] if reasons else []
     off = [link for link in calibration if not link["ok"]]
     if off:
         flags.append("link-off")

@@ -13,13 +13,15 @@ What times what is decided from the runs' specs alone:
   compressors are those that it was timed with: epochs of warm-up are timed by the uncompressed arm;
 - a replayed timing run (`compute = "replay"`: the compute of another model) times runs of the same model plug-in whose
   shape no real timing run has: seconds of the large model's steps beside losses of the small one; `time_of` says so;
-- of timing runs alike but for the seed, the median; one that is flagged flags the curve.
+- a training is timed by the runs of its own seed, where that seed was timed, else by the median of all seeds;
+- flagged timing runs are left out where others of their cell are not flagged; where all are, they flag the curve.
 
 A `full` run has a measured curve of its own, and is held against what is composed for it at its own network.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections import defaultdict
@@ -54,8 +56,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Timed:
-    """One method at one network, medians over timing runs that differ in the seed. first_*: of first visits; *_share:
-    frame bytes a raw byte."""
+    """One method at one network, medians over the timing runs named. first_*: of first visits; *_share: frame bytes a
+    raw byte."""
 
     step_s: float
     first_s: float
@@ -66,12 +68,24 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """One method at one network: by seed, and the median of all for trainings of another seed. left_out: how many
+    flagged runs are in neither."""
+
+    by_seed: Mapping[int, Timed]
+    median: Timed
+    left_out: int
+
+    def of(self, seed: int) -> Timed:
+        return self.by_seed.get(seed, self.median)
+
+
+@dataclass(frozen=True)
 class Network:
     """One network as it was timed: its columns, and the methods that were."""
 
     columns: Mapping[str, Any]
-    network_id: str
-    methods: Mapping[Hashable, Timed]
+    methods: Mapping[Hashable, Timings]
 
 
 def build(uses: Sequence[Use]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -86,9 +100,10 @@ def build(uses: Sequence[Use]) -> tuple[list[dict[str, Any]], list[dict[str, Any
         measured = use.spec.measure == "full" and use.row["state"] != "foreign"
         if measured:
             columns = {**_network_columns(use), "timing_run_id": None, "fidelity": use.row["fidelity"]}
-            curves += _points(use, steps, steps["measured_s"], columns)
+            curves += _points(use, steps, steps["measured_s"], {**columns, "flagged_runs": 0})
         for network in timed.get(_shape(use.spec)) or timed.get(_family(use.spec)) or ():
-            own = measured and network.network_id == use.spec.network_id and network.columns["time_of"] is None
+            here = network.columns["network_id"] == use.spec.network_id
+            own = measured and here and network.columns["time_of"] is None
             columns, seconds = _compose(use.spec, steps, network)
             composition.append(_composition(use, columns, seconds, _check(uses, use, steps, seconds) if own else None))
             if seconds is not None and not own:
@@ -113,15 +128,23 @@ def _timed(uses: Sequence[Use]) -> dict[Hashable, list[Network]]:
         # Replays of several models, or cut in several ways, are networks apart.
         network = (spec.network_id, _shape(spec), spec.profile)
         method = _method(spec, regimes.final_epoch(spec), uniform=replay)
-        groups[shape][network][method][spec.run_id] = use
+        groups[shape][network][method][use.row["run_id"]] = use
     found: dict[Hashable, list[Network]] = {}
     for shape, networks in groups.items():
         found[shape] = []
         for methods in networks.values():
             one = next(iter(next(iter(methods.values())).values()))
-            medians = {method: _median(list(runs.values())) for method, runs in methods.items() if method is not None}
-            found[shape].append(Network(_network_columns(one), one.spec.network_id, medians))
+            timed = {method: _timings(list(runs.values())) for method, runs in methods.items() if method is not None}
+            found[shape].append(Network(_network_columns(one), timed))
     return found
+
+
+def _timings(uses: Sequence[Use]) -> Timings:
+    clear = [use for use in uses if use.row["fidelity"] == "ok"] or uses
+    seeds: dict[int, list[Use]] = defaultdict(list)
+    for use in clear:
+        seeds[use.spec.seed].append(use)
+    return Timings({seed: _median(own) for seed, own in seeds.items()}, _median(clear), len(uses) - len(clear))
 
 
 def _median(uses: Sequence[Use]) -> Timed:
@@ -134,7 +157,7 @@ def _median(uses: Sequence[Use]) -> Timed:
         first_s=statistics.median(cold) if cold else warm,
         share=statistics.median(later for _, later in shares),
         first_share=statistics.median(first for first, _ in shares),
-        run_ids=tuple(sorted(use.spec.run_id for use in uses)),
+        run_ids=tuple(sorted(use.row["run_id"] for use in uses)),
         flags=frozenset(flags - {"ok"}),
     )
 
@@ -151,6 +174,7 @@ def _share(sent: pd.DataFrame) -> float:
     return int(sent["frame_bytes"].sum()) / raw if raw else 0.0
 
 
+@functools.lru_cache(maxsize=1024)
 def _shape(spec: RunSpec) -> Hashable:
     """What a step's time depends on besides compressors and network."""
     parallel = spec.data_parallel
@@ -170,6 +194,7 @@ def _family(spec: RunSpec) -> Hashable:
     return "replay", spec.model.name
 
 
+@functools.lru_cache(maxsize=1024)
 def _method(spec: RunSpec, epoch: int, *, uniform: bool) -> Hashable | None:
     """What crosses in `epoch`. uniform: by direction alone, so that it can be told of models of other depth; None
     where boundaries differ."""
@@ -198,7 +223,8 @@ def _network_columns(use: Use) -> dict[str, Any]:
     if use.spec.compute == "replay":
         pipe = use.spec.pipeline
         time_of = f"{use.spec.profile}, {pipe.stages} stages, {pipe.microbatches} micro-batches"
-    return {"rate_mbit": use.row["rate_mbit"], "rho": use.row["rho"], "time_of": time_of}
+    names = {name: use.row[name] for name in ("rate_mbit", "rho")}
+    return {"network_id": use.spec.network_id, **names, "time_of": time_of}
 
 
 # --- composing ---
@@ -220,28 +246,33 @@ def _compose(spec: RunSpec, steps: pd.DataFrame, network: Network) -> tuple[dict
     epochs = sorted({int(epoch) for epoch in steps["epoch"]})
     methods = {epoch: network.methods.get(_method(spec, epoch, uniform=uniform)) for epoch in epochs}
     missing = sorted({_describe(spec, epoch) for epoch, found in methods.items() if found is None})
-    found = {epoch: timed for epoch, timed in methods.items() if timed is not None}
+    timings = {epoch: timed for epoch, timed in methods.items() if timed is not None}
+    found = {epoch: timed.of(spec.seed) for epoch, timed in timings.items()}
     flags = set().union(*(timed.flags for timed in found.values()))
-    last = methods[epochs[-1]]
+    last = found.get(epochs[-1])
     columns = {
         **network.columns,
         "timing_run_id": None if last is None else "+".join(last.run_ids),
         "fidelity": "+".join(sorted(flags)) or "ok",
+        "flagged_runs": sum(timed.left_out for timed in {id(timed): timed for timed in timings.values()}.values()),
+        "step_s": None if last is None else last.step_s,
         "missing": f"no timing run of {'; nor of '.join(missing)}" if missing else None,
     }
     if missing:
         return columns, None
-    parts = [_seconds(own["share"], found[int(str(epoch))]) for epoch, own in steps.groupby("epoch")]
-    return columns, pd.concat(parts).sort_index()
+    share, at, seconds = steps["share"].to_numpy(), steps["epoch"].to_numpy(), np.zeros(len(steps))
+    for epoch, timed in found.items():
+        seconds[at == epoch] = _seconds(share[at == epoch], timed)
+    return columns, pd.Series(seconds, index=steps.index)
 
 
-def _seconds(share: pd.Series, timed: Timed) -> pd.Series:
+def _seconds(share: np.ndarray, timed: Timed) -> np.ndarray:
     """Seconds of each step: a first visit's, a later one's, or between where a batch has some of both, as its bytes
     say."""
     apart = timed.first_share - timed.share
     if apart <= SAME_BYTES * timed.share:
-        return pd.Series(timed.step_s, index=share.index)
-    first = ((share - timed.share) / apart).clip(0.0, 1.0)
+        return np.full(share.shape, timed.step_s)
+    first = np.clip((share - timed.share) / apart, 0.0, 1.0)
     return timed.step_s + first * (timed.first_s - timed.step_s)
 
 
@@ -261,7 +292,7 @@ def _points(use: Use, steps: pd.DataFrame, seconds: pd.Series, columns: Mapping[
         losses = losses[np.isfinite(losses)]
         yield {
             **{name: use.row[name] for name in ("experiment", "part", "arm", "cell", "seed", "state", "run_id")},
-            **{name: value for name, value in columns.items() if name != "missing"},
+            **{name: value for name, value in columns.items() if name not in ("missing", "step_s")},
             "composed": columns["timing_run_id"] is not None,
             "step": last + 1,
             "epoch": int(str(epoch)) + 1,
@@ -303,11 +334,11 @@ def _check(uses: Sequence[Use], use: Use, steps: pd.DataFrame, seconds: pd.Serie
 
 def _same_losses(uses: Sequence[Use], use: Use, steps: pd.DataFrame) -> bool | None:
     others = {
-        other.spec.run_id: other
+        other.row["run_id"]: other
         for other in uses
         if other.spec.measure != "timing"
         and other.row["train_id"] == use.row["train_id"]
-        and other.spec.run_id != use.spec.run_id
+        and other.row["run_id"] != use.row["run_id"]
         and other.row["state"] == use.row["state"]
     }
     if not others:

@@ -1,6 +1,6 @@
 """What an experiment file declares beside its runs: claims to be checked, curves to be composed, what it needs.
 
-Only the form is checked here; what a claim's metric and relation mean is claims.py's.
+Only the form is checked here; what a claim's metric and relation mean, claims/ says.
 
 >>> claims([{"name": "a", "sentence": "A < B.", "source": "ours", "part": "p", "metric": "step_time_s",
 ...          "arm": "A", "other": "B", "relation": "<"}], "file")[0].factor
@@ -9,6 +9,7 @@ Only the form is checked here; what a claim's metric and relation mean is claims
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -87,6 +88,7 @@ def _claim(item: Mapping[str, Any], where: str) -> Claim:
         _typed(item, key, str, "a text", where)
     for key in _NUMBERS:
         _typed(item, key, (int, float), "a number", where)
+        _finite(item.get(key), key, where)
     for key in _TABLES:
         _typed(item, key, Mapping, "a table", where)
     for key in _LISTS:
@@ -94,6 +96,13 @@ def _claim(item: Mapping[str, Any], where: str) -> Claim:
     _typed(item, "exact", bool, "true or false", where)
     if item["relation"] not in RELATIONS:
         raise UserError(f"{where}: unknown relation {item['relation']!r}.{near_miss(item['relation'], RELATIONS)}")
+    for key, value in item.get("args", {}).items():
+        _finite(value, f"args.{key}", where)
+    arms = item.get("arms", [])
+    if any(label in arms[:i] for i, label in enumerate(arms)) or (
+        item.get("other") is not None and item.get("other") == item.get("arm") and not item.get("other_where")
+    ):
+        raise UserError(f"{where}: it holds an arm against itself. Name another, or give other_where.")
     numbers = {key: float(item[key]) for key in _NUMBERS if key in item}
     # Settings of a scope may be nested or dotted, as everywhere.
     tables = {key: _dotted(item[key]) for key in _TABLES if key in item}
@@ -104,6 +113,17 @@ def _typed(item: Mapping[str, Any], key: str, kind: Any, what: str, where: str) 
     value = item.get(key)
     if key in item and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
         raise UserError(f"{where}: {key} must be {what}, got {value!r}.")
+
+
+def _finite(value: Any, key: str, where: str) -> None:
+    """Refuse what no comparison can be made with: nan, infinities, and whole numbers that no float holds."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            if math.isfinite(value):
+                return
+        except OverflowError:
+            pass
+        raise UserError(f"{where}: {key} must be a finite number, got {str(value)[:20]}.")
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -123,6 +143,8 @@ def compose(data: Any, where: str) -> Compose:
     for key in ("timing", "convergence"):
         if not isinstance(data.get(key), str):
             raise UserError(f"{where} compose: {key} must be the name of a part, got {data.get(key)!r}.")
+    if data["timing"] == data["convergence"]:
+        raise UserError(f"{where} compose: timing and convergence are one part, {data['timing']!r}: it takes two.")
     share = data.get("check", Compose.check)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise UserError(f"{where} compose: check is a share of the curves, 0 to 1, got {share!r}.")
@@ -142,8 +164,17 @@ def needs(data: Any, where: str) -> tuple[tuple[str, str], ...]:
         verb, _, name = text.partition(" ") if isinstance(text, str) else ("", "", "")
         if verb not in NEEDS or not name.strip():
             raise UserError(f"{where}: needs {text!r}: write `pretrain RECIPE` or `fetch-data NAME`.")
-        found.append((verb, name.strip()))
+        found.append((verb, _known_need(verb, name.strip(), where)))
     return tuple(found)
+
+
+def _known_need(verb: str, name: str, where: str) -> str:
+    from thinpipe.harness import fetch, pretrain
+
+    known = fetch.SOURCES if verb == "fetch-data" else pretrain.RECIPES
+    if name not in known:
+        raise UserError(f"{where}: needs `{verb} {name}`: there is no {name!r}.{near_miss(name, known)}")
+    return name
 
 
 def figures(data: Any, where: str) -> tuple[str, ...]:

@@ -40,9 +40,9 @@ TOP_KEYS = (
     "figures",
 )  # fmt: skip
 PART_KEYS = ("name", "base", "axes", "seeds", "arm")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Folders of results/ that are not an experiment's.
-RESERVED = ("runs",)
+RESERVED = ("runs", "reference")
 # Folders of experiments/ that hold something else.
 NO_EXPERIMENTS = ("workloads", "profiles", "wan")
 #: The part of the runs that composed curves are held against.
@@ -147,7 +147,10 @@ def expand(
     name = changes.pop("name", data.get("name"))
     seeds = changes.pop("seeds", None)
     if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
-        raise UserError(f"{where}: `name` must be a word of letters, digits, . _ - (and not `runs`), got {name!r}.")
+        raise UserError(
+            f"{where}: `name` must be a word of letters, digits, . _ - (100 at most; and not {', '.join(RESERVED)}), "
+            f"got {name!r}."
+        )
     items = _tables(data, "part", where)
     if not items:
         raise UserError(f"{where}: there is no [[part]], so there is nothing to run. Add one with name, base and arm.")
@@ -164,6 +167,9 @@ def expand(
         if item.get("name") not in layer.skip:
             parts.append(_expand_part(merged, layer, changes, where))
     _unique([part.name for part in parts], f"{where}: part name")
+    if not parts:
+        raise UserError(f"{where}: size {layer.name!r} skips every part, so there is nothing to run.")
+    layer.check_arms([cell.arm for part in parts for cell in part.cells], where)
     composed = None
     if "compose" in data:
         composed = declared.compose(data["compose"], where)
@@ -201,7 +207,15 @@ def _expand_part(item: Mapping[str, Any], layer: sizes.Layer, changes: Settings,
         raise UserError(f"{where}: size {layer.name!r} keeps none of its arms.")
     fixed = {key: value for key, value in changes.items() if key not in axes}
     cells = []
+    # A stored run has both: the ratio as asked for, and what it came to.
+    stored = where.partition(" part ")[0].endswith(".json")
+    both = {"network.rate", "network.rate_mbit"}
     for label, arm in arms:
+        asked = {key for key, value in {**base, **fixed, **axes, **arm}.items() if key in both and value is not None}
+        if asked == both and not stored:
+            raise UserError(
+                f"{where} arm {label!r}: network.rate and network.rate_mbit both say the rate of links: leave one out."
+            )
         for point in itertools.product(*axes.values()):
             settings = {**dict(zip(axes, point, strict=True)), **arm}
             runs = _runs({**base, **fixed, **settings}, seeds, f"{where} arm {label!r}")
@@ -236,6 +250,12 @@ def _composition_check(
     for part in (composed.timing, composed.convergence):
         if part not in by_name:
             raise UserError(f"{where} compose: there is no part {part!r}.{near_miss(part, by_name)}")
+    for part, measures in ((composed.timing, ("timing",)), (composed.convergence, ("convergence", "full"))):
+        if others := {s.measure for c in by_name[part].cells for _, s in c.runs} - set(measures):
+            raise UserError(
+                f"{where} compose: part {part!r} has measure = {others.pop()!r}, where {' or '.join(measures)} is "
+                "meant."
+            )
     if not composed.check:
         return []
     trained = {(cell.arm, seed): spec for cell in by_name[composed.convergence].cells for seed, spec in cell.runs}

@@ -55,15 +55,17 @@ def export(path: str | Path, fmt: str, columns: Sequence[str] = (), *, claims: b
     sets = [load(folder) for folder in find([Path(path)])]
     if claims:
         return _claims([claim for found in sets for claim in found.claims], fmt)
+    if fmt == "csv":
+        return _summary_csv(sets, columns)
     return "\n".join(summary(found, fmt, columns) for found in sets)
 
 
 def summary(found: ResultSet, fmt: str, columns: Sequence[str] = ()) -> str:
     """The summary table of one set."""
+    if fmt == "csv":
+        return _summary_csv([found], columns)
     chosen = list(columns) or _filled(found, COLUMNS)
     rows = [(cell, [_mean(cell, name) for name in chosen]) for cell in cells(found)]
-    if fmt == "csv":
-        return _summary_csv(chosen, rows)
     settings = any(cell.settings for cell, _ in rows)
     head = ["part", "arm", *(["setting"] if settings else []), *map(_heading, chosen), "seeds"]
     body = [
@@ -121,15 +123,18 @@ def _seeds(cell: CellRuns) -> str:
     return ", ".join([str(cell.count("done")), *others])
 
 
-def _summary_csv(columns: Sequence[str], rows: Sequence[tuple[CellRuns, Sequence[Mean | None]]]) -> str:
-    parts = ("", "_low", "_high", "_n", "_flagged")
-    head = ["part", "arm", "setting", "done", "diverged", "failed", *(f"{name}{p}" for name in columns for p in parts)]
+def _summary_csv(sets: Sequence[ResultSet], columns: Sequence[str]) -> str:
+    """One table of all sets: a column names the experiment."""
+    chosen = list(columns) or [name for name in COLUMNS if any(_filled(found, [name]) for found in sets)]
+    parts, states = ("", "_low", "_high", "_n", "_flagged"), ("done", "diverged", "failed")
+    head = ["experiment", "part", "arm", "setting", *states, *(f"{name}{p}" for name in chosen for p in parts)]
     body = []
-    for cell, means in rows:
-        line: list[Any] = [cell.part, cell.arm, cell.label, *(cell.count(s) for s in ("done", "diverged", "failed"))]
-        for mean in means:
-            line += [""] * len(parts) if mean is None else [*mean.found[:4], mean.flagged]
-        body.append(line)
+    for found in sets:
+        for cell in cells(found):
+            line: list[Any] = [found.name, cell.part, cell.arm, cell.label, *(cell.count(state) for state in states)]
+            for mean in (_mean(cell, name) for name in chosen):
+                line += [""] * len(parts) if mean is None else [*mean.found[:4], mean.flagged]
+            body.append(line)
     return _csv(head, body)
 
 

@@ -78,13 +78,7 @@ class CompressedPipelineStage(CompressedStage):
         recorder = Recorder("", stage_index)
         recorder.keep_spans = False
         channels: dict[tuple[Direction, str], Channel] = {}
-        sides: list[tuple[Direction, str, int, int]] = [
-            ("forward", "in", stage_index - 1, stage_index - 1),
-            ("backward", "out", stage_index - 1, stage_index - 1),
-            ("forward", "out", stage_index, stage_index + 1),
-            ("backward", "in", stage_index, stage_index + 1),
-        ]
-        for direction, side, boundary, peer in sides:
+        for direction, side, boundary, peer in _ends(stage_index):
             if 0 <= boundary < num_stages - 1:
                 name, shape = ("input_shape", input_shape) if peer < stage_index else ("output_shape", output_shape)
                 if not shape:
@@ -157,6 +151,16 @@ class CompressedPipelineStage(CompressedStage):
                 f"the schedule has {num_microbatches} micro-batches, the stage was made for {self.num_microbatches}."
             )
         super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+
+
+def _ends(stage: int) -> list[tuple[Direction, str, int, int]]:
+    """(direction, side, boundary, peer) of the channel ends of a stage in the middle."""
+    return [
+        ("forward", "in", stage - 1, stage - 1),
+        ("backward", "out", stage - 1, stage - 1),
+        ("forward", "out", stage, stage + 1),
+        ("backward", "in", stage, stage + 1),
+    ]
 
 
 def _agree(mine: dict[str, Any], group: dist.ProcessGroup | None) -> None:

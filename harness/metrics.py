@@ -207,14 +207,20 @@ CURVES: dict[str, Column] = {
     **{name: RUNS[name] for name in ("experiment", "part", "arm", "cell", "seed")},
     **KEYS,
     "state": Column(str, "", "of the run that trained: done, diverged or foreign"),
+    "network_id": Column(str, "", "names the network: hosts, data groups and everything set about links"),
     "rate_mbit": RUNS["rate_mbit"],
     "rho": RUNS["rho"],
     "timing_run_id": Column(
-        str, "", "the timing run of the last epoch's compressors, several seeds joined by +; empty: measured", True
+        str,
+        "",
+        "the timing run of the last epoch's compressors and the training's seed; where that seed was not timed, all "
+        "others, joined by +; empty: measured",
+        True,
     ),
     "time_of": Column(str, "", "whose steps the times are, where another model's: profile and pipeline", True),
     "composed": Column(bool, "", "times of timing runs; else the run's own"),
     "fidelity": Column(str, "", "ok, or the flags of every run whose times are in it, joined by +"),
+    "flagged_runs": Column(int, "", "flagged timing runs left out, as others of their cell are not flagged"),
     "step": Column(int, "steps", "optimizer steps completed, at the end of an epoch"),
     "epoch": Column(int, "epochs", "epochs completed (of a run that broke off, the last one begun)"),
     "t_s": Column(float, "s", "training time so far, evaluation excluded"),
@@ -224,8 +230,11 @@ CURVES: dict[str, Column] = {
 }
 
 COMPOSITION: dict[str, Column] = {
-    **{name: CURVES[name] for name in ("experiment", "part", "arm", "cell", "seed", "run_id", "rate_mbit", "rho")},
-    **{name: CURVES[name] for name in ("timing_run_id", "time_of", "fidelity")},
+    **{name: CURVES[name] for name in ("experiment", "part", "arm", "cell", "seed", "run_id", "network_id")},
+    **{name: CURVES[name] for name in ("rate_mbit", "rho", "timing_run_id", "time_of", "fidelity", "flagged_runs")},
+    "step_s": Column(
+        float, "s", "what a step of the last epoch's compressors takes, first visits apart, as timed", True
+    ),
     "missing": Column(str, "", "the timing runs that a curve lacks; it is not made then", True),
     "composed_s": Column(float, "s", "the training's time, composed", True),
     "measured_s": Column(float, "s", "the same, measured: of full runs at this network", True),

@@ -19,12 +19,13 @@ import functools
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from thinpipe.harness import shipped
 from thinpipe.harness.errors import UserError, near_miss
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from thinpipe.harness.spec import ModelSpec, RunSpec
 
 TIMES = ("forward_s", "backward_s", "optimizer_s")
-SUFFIX = ".json"
 
 
 class StageTimes(NamedTuple):
@@ -69,12 +69,6 @@ class Profile:
         return asdict(self) | {name: list(getattr(self, name)) for name in TIMES}
 
 
-def names() -> list[str]:
-    """The profiles that come with the package."""
-    found = (resources.files("thinpipe.experiments") / "profiles").iterdir()
-    return sorted(file.name.removesuffix(SUFFIX) for file in found if file.name.endswith(SUFFIX))
-
-
 def load(name_or_path: str) -> Profile:
     """A profile by name, or by the path of its file. Raises UserError naming the file and what is wrong with it."""
     return parse(read(name_or_path), where=name_or_path)
@@ -87,18 +81,7 @@ def digest(name_or_path: str) -> str:
 
 def read(name_or_path: str) -> str:
     """The text of a profile's file."""
-    path = Path(name_or_path).expanduser()
-    try:
-        if path.suffix == SUFFIX or "/" in name_or_path:
-            return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"there is no profile {name_or_path}: `thinpipe profile` writes one.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the profile {name_or_path}: {error}") from None
-    if name_or_path not in names():
-        raise UserError(f"unknown profile {name_or_path!r}.{near_miss(name_or_path, names())} Or give a file's path.")
-    file = resources.files("thinpipe.experiments") / "profiles" / f"{name_or_path}{SUFFIX}"
-    return file.read_text(encoding="utf-8")
+    return shipped.read(name_or_path, "profiles", "profile", "`thinpipe profile` writes one")
 
 
 @functools.cache
@@ -194,4 +177,9 @@ def write(profile: Profile, path: Path) -> None:
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in profile.to_json().items())
     with explain_disk_full(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)

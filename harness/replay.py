@@ -31,7 +31,7 @@ from thinpipe.harness.tasks.base import Batch, Dataset
 
 #: Tensors a direction has: a sample's values alternate between them from visit to visit.
 VARIANTS = 2
-#: Micro-batches that differ: each begins so many rows further on in the same storage.
+#: Micro-batches that differ: one begins as many rows into the same storage as its first sample's id says, modulo this.
 SHIFTS = 4
 # |change| / |values| between two visits, both 2-norm, about: what delta methods meet in the middle of a fine-tuning
 # (captured of short trainings here: 0.08 and 0.16 of activations, 0.6 and 0.7 of gradients).
@@ -58,9 +58,9 @@ class Values:
         self._flat = [SIZE[direction] * (drawn[0] + apart * own).ravel() for own in drawn[1:]]
         self._row = row
 
-    def of(self, variant: int, microbatch: int) -> torch.Tensor:
-        """The tensor of a micro-batch, on storage that all share: to be read only."""
-        start = microbatch % SHIFTS * self._row
+    def of(self, variant: int, first_id: int) -> torch.Tensor:
+        """The tensor of the micro-batch that begins with this sample, on storage that all share: to be read only."""
+        start = first_id % SHIFTS * self._row
         # Not a torch view: autograd would tie it to its base.
         return torch.from_numpy(self._flat[variant % VARIANTS][start : start + self._count].reshape(self.shape))
 
@@ -100,24 +100,25 @@ class ReplayStage(torch.nn.Module):
         self.part, self.times = part, times
         self.shared: dict[str, list[torch.nn.Parameter]] = {}
         self.blocks = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1)) for _ in part.blocks)
+        self.waits = Waits()
         size = self._samples = spec.microbatch_size
         self._cycle = cycle(spec)
-        self._variant, self._microbatch = 0, 0
+        self._variant, self._first_id = 0, 0
         self._out = None if part.last else values((size, *shape.boundaries[part.blocks[-1]]), "forward")
         self._back = None if part.first else values((size, *shape.boundaries[part.blocks[0] - 1]), "backward")
 
     def visit(self, ids: tuple[int, ...], step: int) -> None:
         """Called before each micro-batch's forward and backward."""
-        self._variant, self._microbatch = step // self._cycle, ids[0]
+        self._variant, self._first_id = step // self._cycle, ids[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Wait.apply(x, self, *self.blocks)
 
     def output(self) -> torch.Tensor:
-        return torch.zeros(self._samples) if self._out is None else self._out.of(self._variant, self._microbatch)
+        return torch.zeros(self._samples) if self._out is None else self._out.of(self._variant, self._first_id)
 
     def gradient(self) -> torch.Tensor | None:
-        return None if self._back is None else self._back.of(self._variant, self._microbatch)
+        return None if self._back is None else self._back.of(self._variant, self._first_id)
 
 
 class _Wait(torch.autograd.Function):
@@ -128,7 +129,7 @@ class _Wait(torch.autograd.Function):
         start = now()
         ctx.stage = stage
         output = stage.output()
-        wait_until(start + stage.times.forward_s)
+        stage.waits.wait(start, stage.times.forward_s)
         return output
 
     @staticmethod
@@ -137,8 +138,28 @@ class _Wait(torch.autograd.Function):
         stage: ReplayStage = ctx.stage
         found = stage.gradient()
         zeros = [torch.zeros(1) for _ in stage.blocks]
-        wait_until(start + stage.times.backward_s)
+        stage.waits.wait(start, stage.times.backward_s)
         return found, None, *zeros
+
+
+class Waits:
+    """The seconds that a stage was to wait, and those by which its work had already outlasted them."""
+
+    def __init__(self) -> None:
+        self.asked_s = self.over_s = 0.0
+
+    def wait(self, start: float, seconds: float) -> None:
+        """Sleep until `seconds` after `start`."""
+        self.asked_s += seconds
+        self.over_s += max(0.0, now() - (start + seconds))
+        wait_until(start + seconds)
+
+
+def overrun_pct(stages: Sequence[ReplayStage]) -> float | None:
+    """100 x seconds by which passes outlasted the profile / seconds they were to last; None of no or a timeless stage.
+    Whoever measures clears `waits` before."""
+    asked = sum(stage.waits.asked_s for stage in stages)
+    return 100 * sum(stage.waits.over_s for stage in stages) / asked if asked else None
 
 
 def wait_until(deadline: float) -> None:

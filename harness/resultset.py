@@ -167,6 +167,7 @@ def _figures(folder: Path, store: Store, ended: Sequence[str]) -> Path | None:
 
 def _read_parquet(folder: Path) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """(tables, notes) of an experiment's results folder."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     from thinpipe.harness import shards
@@ -176,7 +177,13 @@ def _read_parquet(folder: Path) -> tuple[dict[str, pd.DataFrame], list[str]]:
         raise UserError(f"{folder.parent} has no tables yet: `thinpipe tables {folder.parent.name}` builds them.")
     read = {}
     for path in sorted(folder.glob("*.parquet")):
-        content = pq.read_table(path)
+        try:
+            content = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise UserError(
+                f"{path} is damaged ({reason}): `thinpipe tables {folder.parent.name}` builds it anew."
+            ) from None
         if path.stem not in metrics.TABLES or content.schema.names != shards.schema(path.stem).names:
             raise UserError(f"{path} is of another version: `thinpipe tables {folder.parent.name}` builds it anew.")
         read[path.stem] = to_frame(path.stem, content)

@@ -20,14 +20,13 @@ from thinpipe.harness import manifest, predict, profile
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.profile import Profile
 from thinpipe.harness.spec import NetworkSpec, RunSpec
+from thinpipe.netem.link import segmented_bytes
 
 if TYPE_CHECKING:
     from thinpipe.harness.experiment import Cell, Experiment
     from thinpipe.harness.store import Store
 
 FILE = "rho.json"
-# What a TCP segment holds less of payload than an IP packet, and takes more on the wire (docs/numbers.md, wire_bytes).
-HEADERS, ABOVE_PAYLOAD = 52, 66
 # Rates are kept to as many digits: more would say nothing, and a rate is part of a run's name.
 DIGITS = 4
 
@@ -75,8 +74,7 @@ def of_run(spec: RunSpec) -> float | None:
 
 def _message_bits(spec: RunSpec) -> float:
     """Bits of one float32 message on the wire, headers of segments included."""
-    size = 4 * predict.elements(spec)
-    return 8 * (size + ABOVE_PAYLOAD * -(-size // (spec.network.mtu - HEADERS)))
+    return 8 * segmented_bytes(4 * predict.elements(spec), spec.network.mtu)
 
 
 # --- once an experiment ---------------------------------------------------------------------------------------------

@@ -340,9 +340,12 @@ class Run:
         reports = list(self.done.values())
         names = ("raw_bytes", "payload_bytes", "frame_bytes", "sync_bytes", "data_bytes", "shared_bytes")
         totals = {name: sum(int(r.get(name, 0)) for r in reports) if reports else None for name in names}
-        queue = max((r["run_queue_pct"] for r in reports if r["run_queue_pct"] is not None), default=None)
+        queue, overrun = (
+            max((r[name] for r in reports if r[name] is not None), default=None)
+            for name in ("run_queue_pct", "overrun_pct")
+        )
         return {
-            "fidelity": audit.fidelity(self.spec, queue, self.calibration),
+            "fidelity": audit.fidelity(self.spec, queue, self.calibration, overrun),
             # What was sent before a run was resumed is in no counter any more.
             "totals": totals
             | {"steps": max(self.steps.values(), default=0), "wire_bytes": self.wire_bytes}

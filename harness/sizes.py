@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import fnmatch
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ class Layer:
     skip: tuple[str, ...] = ()
     arms: tuple[str, ...] = ("*",)
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def check_arms(self, labels: Sequence[str], where: str) -> None:
+        """Raise UserError for a pattern of `arms` that keeps nothing."""
+        for pattern in self.arms:
+            if pattern != "*" and not any(replace(self, arms=(pattern,)).keeps(label) for label in labels):
+                raise UserError(f"{where} size {self.name!r}: no arm is like {pattern!r}.")
 
     def keeps(self, label: str) -> bool:
         """Whether an arm of this label belongs to the size."""
@@ -63,7 +69,7 @@ def choose(data: Mapping[str, Any], size: str | None, where: str) -> Layer:
         (shared.get("base", {}), under.get("base", {}), data.get("base", {}), mine.get("base", {})),
         mine.get("seeds", under.get("seeds")),
         _texts(mine, "skip", where),
-        _texts(mine, "arms", where) or ("*",),
+        _texts(mine, "arms", where) if "arms" in mine else ("*",),
         mine.get("part", {}),
     )
     _check_parts(layer, data, f"{where} size {chosen!r}")
@@ -76,6 +82,8 @@ def _check_parts(layer: Layer, data: Mapping[str, Any], where: str) -> None:
     for name in (*layer.skip, *layer.parts):
         if name not in names:
             raise UserError(f"{where}: there is no part {name!r}.{near_miss(name, [n for n in names if n])}")
+    if both := sorted(set(layer.skip) & set(layer.parts)):
+        raise UserError(f"{where}: part {both[0]!r} is skipped, and also changed: leave one out.")
     for name, changes in layer.parts.items():
         _known(changes, SIZE_PART_KEYS, f"{where} part {name!r}")
 
@@ -89,6 +97,8 @@ def _workload(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise UserError(f"{where}: unknown workload {name!r}.{near_miss(str(name), known)}")
     found = tomllib.loads(known[name])
     _known(found, WORKLOAD_KEYS, f"workload {name!r}")
+    for size, content in _sizes(found, f"workload {name!r}").items():
+        _known(content, ("seeds", "base"), f"workload {name!r} size {size!r}")
     return found
 
 

@@ -19,6 +19,8 @@ import numpy as np
 #: Bisection halves [0, LARGEST] until it is below the last bit: 1 ulp of 1e6 needs fewer than 80 steps.
 LARGEST_T = 1e6
 HALVINGS = 80
+#: Of a loss to reach: two trainings that end alike differ by that much from epoch to epoch.
+TOLERANCE = 1.02
 
 
 class Interval(NamedTuple):
@@ -108,9 +110,14 @@ def spread(values: Sequence[float]) -> float:
 
 
 def time_to_target(times: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """The first of `times` (seconds, increasing) at which the loss is at or below `target`.
+    """The first of `times` (increasing) at which the loss is at or below `target`.
 
     None: not reached, i.e. censored at the last time. Not interpolated: what was not measured is not reached.
+
+    Of a training, in claims and in figures alike: `times` are training seconds at the ends of its epochs (or bytes sent
+    by then), `losses` the mean training loss of each epoch, and `target` is a tolerance (TOLERANCE unless said) times
+    the mean training loss of the last epoch of the run that it is held against, of the same seed. A training that
+    diverged has not reached it, whenever it was below.
     """
     assert len(times) == len(losses), (len(times), len(losses))
     for time, loss in zip(times, losses, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,21 @@ def closing(result: sweep.Result) -> list[str]:
             lines.append(f"{counts[state]} run(s) are {state} ({why}): {how}.")
     pending = counts.get("pending", 0)
     if result.interrupted:
-        lines.append(f"interrupted; {pending} run(s) are left, run the same command again to go on.")
+        left = f"{pending} run(s) are left" + (f", {counts['failed']} failed" if counts.get("failed") else "")
+        lines.append(f"interrupted; {left}; run the same command again to go on.")
     elif pending:
         lines.append(f"{pending} run(s) are left; run again to go on.")
     elif not result.executed:
-        lines.append(f"nothing to do: no run of {plan.experiment} is left ({len(plan.entries)} finished).")
+        lines.append(f"nothing to do: no run of {plan.experiment} is left ({_finished(counts)}).")
     return lines
+
+
+def _finished(counts: Mapping[str, int]) -> str:
+    """
+    >>> _finished({"done": 7, "failed": 1})
+    '7 done, 1 failed'
+    """
+    return ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
 def status(source: str | None, results: Path, size: str | None = None) -> list[dict[str, Any]]:

@@ -355,6 +355,9 @@ class Rank:
             if step.measured:
                 self.queue_s += _run_queue_s() - waited
                 self.measured_s += self.trainer.training_time_s - before
+            else:
+                for stage in self._replayed():
+                    stage.waits = replay.Waits()
             if spec.measure != "timing" and step.ends_epoch:
                 self._evaluate(number, step.epoch)
             self.recorder.flush()
@@ -395,6 +398,7 @@ class Rank:
         """Compare bytes with the kernel's, report, and once everybody has been counted, write the shards."""
         report: dict[str, Any] = {"type": "done", "steps": len(self.plan), "digests": {}}
         report["run_queue_pct"] = 100 * self.queue_s / self.measured_s if self.measured_s else None
+        report["overrun_pct"] = replay.overrun_pct(self._replayed())
         report["peak_memory_bytes"] = rss.peak(self.memory_before)
         report["predicted_memory_bytes"] = memory.predict(self.spec, len(self.data.dataset.train))[self.rank].total
         report["memory_state_bytes"] = self._state_bytes()

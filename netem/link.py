@@ -18,6 +18,8 @@ from thinpipe.netem.errors import NetemError
 ETHERNET_BYTES = 14
 # IPv4 20, TCP 20, timestamps option 12: on by default in Linux, and in every segment.
 TCP_IP_BYTES = 52
+#: What a segment takes at layer 2 beside its payload.
+SEGMENT_HEADER_BYTES = ETHERNET_BYTES + TCP_IP_BYTES
 
 RATE_MBIT_MIN = 0.1
 RATE_MBIT_MAX = 40_000.0
@@ -113,9 +115,17 @@ def expected_goodput_mbit(link: LinkSpec) -> float | None:
 
 
 def wire_bytes(link: LinkSpec, payload_bytes: int) -> int:
-    """Layer-2 bytes that TCP payload takes in full segments, ACKs of the other direction not counted."""
-    segments = -(-payload_bytes // (link.mtu - TCP_IP_BYTES))
-    return payload_bytes + segments * (TCP_IP_BYTES + ETHERNET_BYTES)
+    """Layer-2 bytes that TCP payload takes on a link, see `segmented_bytes`."""
+    return int(segmented_bytes(payload_bytes, link.mtu))
+
+
+def segmented_bytes(payload_bytes: float, mtu: int) -> float:
+    """Layer-2 bytes that TCP payload takes in full segments, ACKs of the other direction not counted.
+
+    >>> segmented_bytes(1449, 1500)
+    1581
+    """
+    return payload_bytes + SEGMENT_HEADER_BYTES * -(-payload_bytes // (mtu - TCP_IP_BYTES))
 
 
 def wire_time_s(link: LinkSpec, payload_bytes: int) -> float:

@@ -1,8 +1,7 @@
 """Curves of loss against time at every network, from table curves, and how long a target takes. Shared by figures.
 
-The target of a seed is the final training loss of the uncompressed arm with that seed, within SLACK: two trainings
-that end alike differ by that much from epoch to epoch. It is reached at the end of the first epoch whose mean is at or
-below it.
+The target of a seed is the final training loss of the uncompressed arm with that seed, times stats.TOLERANCE; when it
+is reached says stats.time_to_target, as for claims.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import numpy as np
 import pandas as pd
 
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.stats import time_to_target
+from thinpipe.harness.stats import TOLERANCE, time_to_target
 from thinpipe.plots import _select as select
 from thinpipe.plots import style
 
-SLACK = 0.02
 #: What a network is told apart by.
 NETWORK = ["time_of", "rate_mbit", "rho"]
 OF_RUN = ["run_id", "part", "arm", "seed", "cell", "train_id", "state", "machine"]
-OF_CURVE = ["timing_run_id", "composed", "fidelity", *NETWORK]
+OF_CURVE = ["timing_run_id", "composed", "fidelity", "network_id", *NETWORK]
 POINTS = ["step", "epoch", "t_s", "train_loss", "eval_loss", "frame_bytes"]
 
 
@@ -36,12 +34,12 @@ class Network(NamedTuple):
 
     def text(self) -> str:
         """For titles: `100 Mbit/s, rho 4.1, v100-gpt2-xl ...`."""
-        rho = "" if np.isnan(self.rho) else f", rho {self.rho:.2g}"
+        rho = "" if np.isnan(self.rho) else f", rho {self.rho:.3g}"
         return select.rate_text(self.rate, "Mbit/s") + rho + (f", {self.time_of}" if self.time_of else "")
 
     def tick(self) -> str:
         """For axes whose label says Mbit/s, and rho below."""
-        return select.rate_text(self.rate) + ("" if np.isnan(self.rho) else f"\n({self.rho:.2g})")
+        return select.rate_text(self.rate) + ("" if np.isnan(self.rho) else f"\n({self.rho:.3g})")
 
 
 class Reached(NamedTuple):
@@ -54,12 +52,13 @@ class Reached(NamedTuple):
 
 def curves(tables: select.Tables, runs: pd.DataFrame) -> pd.DataFrame:
     """Rows of table curves of `runs` (part, arm and seed as there), one curve a training and network, with a column
-    `network`; a measured curve goes before a composed one."""
+    `network`; a measured curve goes before a composed one. UserError where networks of one rate are mixed."""
     found = tables["curves"][["run_id", *OF_CURVE, *POINTS]].drop_duplicates()
     found = select.finite(found, ["t_s"]).merge(runs[OF_RUN], on="run_id")
     keys = zip(found["time_of"].fillna(""), *(found[name].astype(float) for name in NETWORK[1:]), strict=True)
     names = [Network(*key) for key in keys]
     found = found.assign(network=names, key=[name.text() for name in names])
+    select.one_setting(found, ["arm", "seed", "train_id", "key"], "network_id")
     one = ["part", "arm", "seed", "train_id", "key", "epoch"]
     return found.sort_values(["composed", "epoch"], kind="stable").drop_duplicates(one)
 
@@ -87,9 +86,7 @@ def baseline(runs: pd.DataFrame) -> str:
 def targets(runs: pd.DataFrame, arm: str) -> dict[int, float]:
     """The loss to reach, by seed; a seed whose baseline did not end well has none."""
     own = select.finite(runs[(runs["arm"] == arm) & (runs["state"] != "diverged")], ["final_train_loss"])
-    return {
-        int(seed): (1 + SLACK) * float(loss) for seed, loss in zip(own["seed"], own["final_train_loss"], strict=True)
-    }
+    return {int(seed): TOLERANCE * float(loss) for seed, loss in zip(own["seed"], own["final_train_loss"], strict=True)}
 
 
 def reached(found: pd.DataFrame, goal: Mapping[int, float]) -> dict[str, Reached]:
@@ -113,7 +110,9 @@ def reached(found: pd.DataFrame, goal: Mapping[int, float]) -> dict[str, Reached
 
 def target_text(arm: str) -> str:
     """For captions."""
-    return f" Target: the final training loss of {arm} with the same seed, within {SLACK:.0%}, by means of epochs."
+    return (
+        f" Target: the final training loss of {arm} with the same seed, within {TOLERANCE - 1:.0%}, by means of epochs."
+    )
 
 
 def composed_text(found: pd.DataFrame) -> str:

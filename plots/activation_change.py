@@ -55,7 +55,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     places = sorted(set(points["boundary"]))
     columns = min(len(places), PER_ROW)
     rows = math.ceil(len(places) / columns)
-    fig = style.new_figure(rows, columns, (2.9, 2.6))
+    fig = style.new_figure(rows, columns, (3.6 if columns == 1 else 2.9, 2.6))
     grid = fig.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     arms = style.methods(points["arm"])
     counts: list[int] = []

@@ -62,15 +62,13 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     select.one_setting(found, ["arm", "seed", "key"], "train_id")
     chosen = {n: choose(_composed.reached(rows, goal)) for n, rows in _composed.networks(found)}
     whose = sorted({network.time_of for network in chosen})
-    by_rate = sorted(chosen, key=lambda network: (np.isnan(network.rate), network.rate))
-    rates = list(dict.fromkeys(select.rate_text(network.rate) for network in by_rate))
-    size = (max(len(rates) * CELL_IN[0] + 0.9, 4.4), len(whose) * CELL_IN[1] + 0.5)
-    fig = style.new_figure(1, 1, size)
-    ax = fig.add_subplot()
-    for network, choice in chosen.items():
-        at = rates.index(select.rate_text(network.rate)), whose.index(network.time_of)
-        _cell(ax, at, network, choice)
-    _axes(ax, rates, whose)
+    rows = [[network for network in chosen if network.time_of == name] for name in whose]
+    columns = max(map(len, rows))
+    fig = style.new_figure(len(rows), 1, (max(columns * CELL_IN[0] + 0.9, 4.4), CELL_IN[1] + 0.9))
+    for ax, own in zip(fig.subplots(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        for column, network in enumerate(own):
+            _cell(ax, column, chosen[network])
+        _axes(ax, own, columns)
     counts = [choice.seconds.n for choice in chosen.values() if choice]
     text = select.caption(tables, part, COLUMNS, counts, timing=False, points="times: means; in brackets")
     text += _composed.target_text(arm) + _composed.composed_text(found)
@@ -96,20 +94,18 @@ def choose(reached: Mapping[str, Reached]) -> Choice | None:
     return Choice(best, select.bar(list(whole[best].times.values())), second, ratio, flagged)
 
 
-def _cell(ax: Axes, at: tuple[int, int], network: Network, choice: Choice | None) -> None:
-    column, row = at
-    box = {
-        "xy": (column - 0.5, row - 0.5),
+def _cell(ax: Axes, column: int, choice: Choice | None) -> None:
+    box: dict[str, Any] = {
+        "xy": (column - 0.5, -0.5),
         "width": 1,
         "height": 1,
         "edgecolor": "white",
         "linewidth": 2,
         "clip_on": False,
     }
-    rho = "" if np.isnan(network.rho) else f"rho {network.rho:.2g}\n"
     if choice is None:
         ax.add_patch(Rectangle(facecolor="#EEEEEE", **box))
-        _write(ax, at, f"{rho}none", "black")
+        _write(ax, column, "none", "black")
         return
     colour = style.method(choice.best).colour
     ax.add_patch(Rectangle(facecolor=colour, **box))
@@ -117,15 +113,15 @@ def _cell(ax: Axes, at: tuple[int, int], network: Network, choice: Choice | None
         ax.add_patch(Rectangle(fill=False, hatch="////", gid="undecided", **{**box, "linewidth": 0}))
     ahead = "no other" if choice.ratio is None else f"{choice.second}\n{choice.ratio.mean:.2f}x {_bounds(choice.ratio)}"
     flag = "*" if choice.flagged else ""
-    text = f"{rho}{choice.best}\n{choice.seconds.mean:.3g} s{flag}\n\nthen {ahead}"
+    text = f"{choice.best}\n{choice.seconds.mean:.3g} s{flag}\n\nthen {ahead}"
     # On hatching, text needs a ground of its own.
     ground = None if choice.decided else {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
-    _write(ax, at, text, _ink(colour), bbox=ground)
+    _write(ax, column, text, _ink(colour), bbox=ground)
 
 
-def _write(ax: Axes, at: tuple[int, int], text: str, colour: str, bbox: dict[str, Any] | None = None) -> None:
+def _write(ax: Axes, column: int, text: str, colour: str, bbox: dict[str, Any] | None = None) -> None:
     # It lies within its cell: the layout, which rounds each format's letters otherwise, need not ask for it.
-    ax.text(*at, text, ha="center", va="center", size=6.5, color=colour, bbox=bbox, in_layout=False)
+    ax.text(column, 0, text, ha="center", va="center", size=6.5, color=colour, bbox=bbox, in_layout=False)
 
 
 def _bounds(bar: style.Bar) -> str:
@@ -137,15 +133,21 @@ def _ink(colour: str) -> str:
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
-def _axes(ax: Axes, rates: list[str], whose: list[str]) -> None:
+def _axes(ax: Axes, networks: list[Network], columns: int) -> None:
+    """The rate below, rho above, whose steps they are at the left."""
     ax.grid(False)
-    ax.set_xlim(-0.5, len(rates) - 0.5)
-    ax.set_ylim(len(whose) - 0.5, -0.5)
-    ax.set_xticks(range(len(rates)), rates)
-    named = whose if any(whose) else []
-    ax.set_yticks(range(len(named)), [_wrapped(name) for name in named])
+    ax.set_xlim(-0.5, columns - 0.5)
+    ax.set_ylim(0.5, -0.5)
+    ax.set_xticks(range(len(networks)), [select.rate_text(network.rate) for network in networks])
+    ax.set_yticks([0] if networks[0].time_of else [], [_wrapped(networks[0].time_of)] if networks[0].time_of else [])
     ax.tick_params(length=0)
     ax.set_xlabel("link rate set (Mbit/s)")
+    known = {column: f"{network.rho:.3g}" for column, network in enumerate(networks) if not np.isnan(network.rho)}
+    if known:
+        above = ax.secondary_xaxis("top")
+        above.set_xticks(list(known), list(known.values()))
+        above.tick_params(length=0)
+        above.set_xlabel("rho (time to transfer / time to compute)")
 
 
 def _wrapped(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Mapping
 
 import pandas as pd
@@ -21,6 +22,8 @@ COLUMNS = (
     "tables steps (step_time_s, train_loss), evals (t_s, eval_loss), curves (t_s, train_loss, eval_loss, composed), "
     "runs (rate_mbit, arm, seed, fidelity)"
 )
+# What a panel's width holds.
+TITLE_CHARACTERS = 46
 
 
 def figures(tables: select.Tables) -> select.Drawn:
@@ -98,7 +101,7 @@ def _panels(
     for axes, (where, (runs, found)) in zip(panels, rows.items(), strict=True):
         for ax, kind in zip(axes, kinds, strict=True):
             counts += _curves.panel(ax, kind, "t_s", runs, found.get(kind, {}))
-            ax.set_title(f"{ax.get_title()}, {where}")
+            ax.set_title(textwrap.fill(f"{ax.get_title()}, {where}", TITLE_CHARACTERS))
             ax.set_xlabel("training time (s, evaluation left out)")
             ax.set_xlim(left=0)
     return fig, counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -84,7 +84,7 @@ def _panels(runs: pd.DataFrame, found: pd.DataFrame, lost: Collection[str]) -> d
         last = last.assign(each=last["t_s"] / last["step"])
         cost = {str(arm): _by_seed(own, "each") for arm, own in last.groupby("arm")}
         flags = {str(arm): bool((own["fidelity"] != "ok").any()) for arm, own in rows.groupby("arm")}
-        panels[f"time a step (s, log scale)\n{network.text()}"] = _points(losses, cost, flags, lost)
+        panels[f"mean time a step (s, log scale)\n{network.text()}"] = _points(losses, cost, flags, lost)
     return panels
 
 
@@ -137,13 +137,17 @@ def _panel(ax: Axes, label: str, points: Sequence[Point]) -> None:
 def _mark(ax: Axes, point: Point) -> None:
     """One method: its bars, its mark (hollow when flagged), and a cross where a seed diverged."""
     method, cost, loss = point.method, point.cost, point.loss
-    bars = {"fmt": "none", "color": method.colour, "elinewidth": 0.9, "zorder": 3}
+    bars: dict[str, Any] = {"fmt": "none", "color": method.colour, "elinewidth": 0.9, "zorder": 3}
     across, up = ([[bar.mean - bar.low], [bar.high - bar.mean]] for bar in (cost, loss))
     if np.isfinite(up).all():
         ax.errorbar(cost.mean, loss.mean, yerr=up, capsize=2, **bars)
     if np.isfinite(across).all() and cost.low > 0:
         ax.errorbar(cost.mean, loss.mean, xerr=across, **bars)
-    look = {"marker": method.marker, "markersize": 7, "markerfacecolor": "white" if point.flagged else method.colour}
+    look: dict[str, Any] = {
+        "marker": method.marker,
+        "markersize": 7,
+        "markerfacecolor": "white" if point.flagged else method.colour,
+    }
     ax.plot(cost.mean, loss.mean, linestyle="none", color=method.colour, zorder=4, label=method.label, **look)
     if point.lost:
         ax.plot(cost.mean, loss.mean, "x", color=method.colour, markersize=12, zorder=5)

@@ -2,8 +2,9 @@
 
 A label begins with its family and then says its bits: `FP32`, `BF16`, `DirectQ 4 bits`, `AQ-SGD fw2 bw8`.
 Direct quantisation is orange and dashed, AQ-SGD blue and solid, fewer bits lighter, one marker a width; a
-variant of a width (backward bits other than 8, another cache) has a dash-dot line. Any other label gets a
-colour outside these two ramps, chosen by a hash of it. The palette keeps apart under protanopia, deuteranopia
+variant of a width (backward bits other than 8, another cache) has a dash-dot line, and where its label says more than
+bits a marker of its own. Any other label gets a colour outside these two ramps, chosen by a hash of its words; its
+numbers choose marker and line. The palette keeps apart under protanopia, deuteranopia
 and tritanopia (a test simulates them). A hollow marker is a run whose fidelity is not `ok`.
 
 >>> method("AQ-SGD 4 bits").colour == method("aq-sgd fw4 bw8").colour
@@ -84,7 +85,10 @@ RAMPS = {
 }
 BIT_MARKERS = "v^Ds<>ph"
 FALLBACK_COLOURS = ("#009E73", "#CC79A7", "#8A6FB0", "#7A7A00", "#B5005A")
-FALLBACK_MARKERS = ("*", "X", "H", "8")
+FALLBACK_MARKERS = ("*", "X", "^", "s", "D", "v", "p", "<", ">", "P", "d")
+FALLBACK_DASHES = (SOLID, (6.0, 1.4), (2.5, 1.2), (6.0, 1.2, 1.0, 1.2, 1.0, 1.2))
+# Chosen so that no two methods of one experiment that comes with the package look alike (a test holds it).
+SALT = 94
 NOTE_COLOUR = "#555555"
 
 
@@ -122,15 +126,24 @@ def method(label: str) -> Method:
             return Method(label, *PLAIN[family], SOLID, (rank, 0, label))
         if not numbers or not 1 <= numbers[0] <= 8:
             break
-        usual = numbers[1:] in ([], [8]) and set(re.findall(r"[a-z]+", rest)) <= USUAL_WORDS
+        more = not set(re.findall(r"[a-z]+", rest)) <= USUAL_WORDS or len(numbers) > 2
+        usual = numbers[1:] in ([], [8]) and not more
         dashes = (DASHED if family == "directq" else SOLID) if usual else VARIANT[family]
         bits = numbers[0]
-        colour, marker = RAMPS[family][bits - 1], BIT_MARKERS[bits - 1]
-        return Method(label, colour, marker, dashes, (rank, bits, label))
-    pick = int.from_bytes(hashlib.sha256(low.encode()).digest()[:4], "big")
-    colour = FALLBACK_COLOURS[pick % len(FALLBACK_COLOURS)]
-    marker = FALLBACK_MARKERS[pick // len(FALLBACK_COLOURS) % len(FALLBACK_MARKERS)]
-    return Method(label, colour, marker, SOLID, (len(FAMILIES), 0, label))
+        marker = _by_text(rest)[1] if more else BIT_MARKERS[bits - 1]
+        return Method(label, RAMPS[family][bits - 1], marker, dashes, (rank, bits, label))
+    return Method(label, *_by_text(low), (len(FAMILIES), 0, label))
+
+
+def _by_text(text: str) -> tuple[str, str, tuple[float, ...]]:
+    """Colour, marker and line of what is no usual method: labels that differ in a small number alone look different."""
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    words = " ".join(re.findall(r"[^\W\d]+", text))
+    pick = int.from_bytes(hashlib.sha256(f"{words}{SALT}".encode()).digest()[:4], "big")
+    colour, rest = FALLBACK_COLOURS[pick % len(FALLBACK_COLOURS)], pick // len(FALLBACK_COLOURS)
+    marker = FALLBACK_MARKERS[(rest + sum(numbers[-1:])) % len(FALLBACK_MARKERS)]
+    dashes = FALLBACK_DASHES[(rest // len(FALLBACK_MARKERS) + sum(numbers[:-1]) // 2) % len(FALLBACK_DASHES)]
+    return colour, marker, dashes
 
 
 def methods(labels: Iterable[str]) -> list[Method]:
@@ -156,10 +169,12 @@ def new_figure(
 def finish(fig: Figure, title: str, caption: str, handles: list[Artist]) -> None:
     """Add title, legend and caption; the caption is wrapped and has its own strip at the bottom."""
     width, height = fig.get_size_inches()
+    beside = legend_width(handles)
+    width += max(0.0, beside - LEGEND_IN)
     # A character of DejaVu Sans is 0.55 of its size wide, on average of a text like a caption.
     text = textwrap.fill(caption, width=int((width - 0.2) * 72 / (0.55 * CAPTION_SIZE)))
     strip = (text.count("\n") + 1) * CAPTION_SIZE * 1.3 / 72 + 0.12
-    room = width - (LEGEND_IN if handles else 0.0) - 0.2
+    room = width - (max(beside, LEGEND_IN) if handles else 0.0) - 0.2
     title = textwrap.fill(title, width=max(20, int(room * 72 / (0.55 * TITLE_SIZE))))
     # Panels keep their height whatever the title takes.
     height += title.count("\n") * TITLE_SIZE * 1.3 / 72
@@ -174,6 +189,12 @@ def finish(fig: Figure, title: str, caption: str, handles: list[Artist]) -> None
     fig.text(0.1 / width, bottom, text, size=CAPTION_SIZE, color=NOTE_COLOUR, va="bottom", gid="caption")
     if handles:
         fig.legend(handles=handles, loc="outside right upper")
+
+
+def legend_width(handles: Sequence[Artist]) -> float:
+    """Inches that a legend of `handles` takes, about: its longest line and a mark before it."""
+    longest = max((len(line) for entry in handles for line in str(entry.get_label()).splitlines()), default=0)
+    return 0.55 * longest * RC["legend.fontsize"] / 72 + 0.45
 
 
 def handle(m: Method) -> Line2D:
@@ -243,7 +264,8 @@ def means(
 
 def log_axis(axis: Axis, values: Sequence[float]) -> None:
     """Make `axis` logarithmic around `values` (above 0), with plain numbers, some even within one decade."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    which = "x" if axis is axis.axes.xaxis else "y"
+    axis.axes.set(**{f"{which}scale": "log"})
     if not len(values):
         return
     low, high = min(values) / 1.3, max(values) * 1.3
@@ -252,7 +274,7 @@ def log_axis(axis: Axis, values: Sequence[float]) -> None:
     fine = [tick for tick in every if low <= tick <= high]
     coarse = [tick for tick in fine if f"{tick:e}"[0] in "125"]
     ticks = coarse if len(coarse) >= 2 else fine or [math.sqrt(low * high)]
-    axis.axes.set(**{f"{axis.axis_name}lim": (low, high)})
+    axis.axes.set(**{f"{which}lim": (low, high)})
     axis.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -79,7 +80,7 @@ def _line(ax: Axes, arm: style.Method, points: list[tuple[float, Reached | None]
         style.seeds(ax, arm, [x] * len(own), own, [one.flagged] * len(own))
         if one.censored:
             ends = [*own, *one.censored.values()]
-            look = {"linestyle": "none", "marker": ARROW, "markersize": 9, "zorder": 5}
+            look: dict[str, Any] = {"linestyle": "none", "marker": ARROW, "markersize": 9, "zorder": 5}
             ax.plot(x, float(np.mean(ends)), color=arm.colour, gid=f"censored {arm.label}", **look)
         elif own:
             xs.append(x)

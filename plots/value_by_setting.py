@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
 from thinpipe.plots import _select as select
 from thinpipe.plots import style
+from thinpipe.plots._setting import Varied, label_axis, varied
 
 VERSION = 1
 SUMMARY = "final loss and accuracy against the one setting that a part varies, a line a family of methods"
@@ -32,22 +31,7 @@ VALUES = {
     "final_eval_loss": "final held-out loss (nat)",
     "final_accuracy": "final held-out accuracy",
 }
-#: Settings with columns of their own; others are numbers in the texts of compressors.
-SETTINGS = ("stages", "groups", "microbatches", "batch_size", "warmup_epochs")
-NUMBER = re.compile(r"(?:(?P<key>\w+)=)?(?:(?P<name>[A-Za-z][\w-]*):)?(?P<value>(?<=[:=])\d[\d.e-]*)")
-# From this ratio of its largest value to its least on, an axis is logarithmic.
-WIDE = 6.0
 EDGE = 0.97
-
-
-class Varied(NamedTuple):
-    """The setting a part varies. `x`: by run, NaN where its family has no such number; `ticks`: what axes show
-    at each x; `family`: by run, of which each is a line."""
-
-    label: str
-    x: pd.Series
-    ticks: dict[float, str]
-    family: pd.Series
 
 
 def figures(tables: select.Tables) -> select.Drawn:
@@ -69,7 +53,8 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     for ax, column in zip(fig.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         for i, own in enumerate(families):
             counts += _line(ax, own, column, found, (i, len(families)))
-        _axes(ax, found, column)
+        label_axis(ax, found)
+        ax.set_ylabel(VALUES[column])
     text = select.caption(tables, part, COLUMNS, counts, timing=False, left_out=("failed",))
     text += " Lines across: methods without this setting." if runs["x"].isna().any() else ""
     lost = int((runs["state"] == "diverged").sum())
@@ -77,83 +62,6 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
     title = f"{', '.join(VALUES[c].removeprefix('final ').split(' (')[0] for c in shown)} by {found.label}, part {part}"
     style.finish(fig, title[0].upper() + title[1:], text, _legend(families))
     return fig
-
-
-# --- which setting ---
-
-
-def varied(tables: select.Tables, runs: pd.DataFrame) -> Varied:
-    """The setting of `runs`: the one that an axis varies within arms, else the one that arms of a family differ in.
-
-    Settings that go together, bits forward and back, say, are one. Of several that arms cross, the one with the most
-    values is the axis, the others tell lines apart. Where nothing varies, or each family's own, the axis is the method.
-    UserError where axes cross.
-    """
-    numbers = _numbers(runs)
-    if changing := _changing(numbers, runs["arm"]):
-        if not _together(numbers, changing):
-            crossed = f"a part that varies one setting by axes; {runs['part'].iloc[0]!r} varies {', '.join(changing)}"
-            raise select.nothing(tables, crossed)
-        return _varied(numbers, changing, runs["arm"])
-    family = _families(runs)
-    changing = _changing(numbers, family)
-    if _together(numbers, changing):
-        return _varied(numbers, changing, family)
-    most = max(changing, key=lambda name: numbers[name].nunique(), default=None)
-    if most is None or numbers.loc[family.isin(_varying(numbers, changing, family)), most].isna().any():
-        return _by_method(runs)
-    others = numbers[[name for name in changing if name != most]].astype(str).agg(" ".join, axis=1)
-    return _varied(numbers, [most], family + others)
-
-
-def _together(numbers: pd.DataFrame, names: list[str]) -> bool:
-    """Whether each of `names` tells the values of all others."""
-    values = numbers[names].dropna().drop_duplicates()
-    return not values.empty and not any(values[name].duplicated().any() for name in names)
-
-
-def _varied(numbers: pd.DataFrame, names: list[str], family: pd.Series) -> Varied:
-    values = numbers[names].dropna().drop_duplicates().sort_values(names[0])
-    ticks = {float(row[0]): " / ".join(f"{value:g}" for value in row) for row in values.to_numpy()}
-    return Varied(" / ".join(names), numbers[names[0]].astype(float), ticks, family)
-
-
-def _by_method(runs: pd.DataFrame) -> Varied:
-    place = {method.label: float(i) for i, method in enumerate(style.methods(runs["arm"]))}
-    return Varied("method", runs["arm"].map(place), {x: label for label, x in place.items()}, runs["arm"])
-
-
-def _varying(numbers: pd.DataFrame, names: list[str], family: pd.Series) -> list[str]:
-    return [str(name) for name, own in numbers.groupby(family) if (own[names].nunique() > 1).any()]
-
-
-def _changing(numbers: pd.DataFrame, family: pd.Series) -> list[str]:
-    return [name for name in numbers if (numbers[name].groupby(family).nunique() > 1).any()]
-
-
-def _numbers(runs: pd.DataFrame) -> pd.DataFrame:
-    """A column a setting that any of `runs` has a number for, NaN where one has not."""
-    rows = []
-    for run in runs.to_dict("records"):
-        row = {name.replace("_", " "): float(run[name]) for name in SETTINGS}
-        for direction in ("forward", "backward"):
-            for found in NUMBER.finditer(run[direction]):
-                what = found["key"] or ("bits" if found["name"] in ("fixpoint", "minmax") else found["name"])
-                row[f"{direction} {what}"] = float(found["value"])
-        rows.append(row)
-    return pd.DataFrame(rows, index=runs.index)
-
-
-def _families(runs: pd.DataFrame) -> pd.Series:
-    """Compressors without their numbers: arms that share them differ in numbers alone."""
-
-    def template(text: str) -> str:
-        return NUMBER.sub(lambda found: found[0].removesuffix(found["value"]) + "#", text)
-
-    return runs["forward"].map(template) + " | " + runs["backward"].map(template)
-
-
-# --- drawing ---
 
 
 def _in_order(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
@@ -220,36 +128,27 @@ def _at_edge(ax: Axes, method: style.Method, x: float, column: str, turn: tuple[
     )
 
 
-def _axes(ax: Axes, found: Varied, column: str) -> None:
-    xs = list(found.ticks)
-    if min(xs) > 0 and max(xs) / min(xs) >= WIDE:
-        ax.set_xscale("log")
-    upright = found.label != "method"
-    turned = {} if upright else {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
-    ax.set_xticks(xs, list(found.ticks.values()), **turned)
-    ax.minorticks_off()
-    ax.margins(x=0.08, y=0.12)
-    ax.set_xlabel(found.label)
-    ax.set_ylabel(VALUES[column])
-
-
 def _legend(families: list[pd.DataFrame]) -> list[Artist]:
+    """A line a family: which of its methods a mark is, its place on the axis says."""
     handles: list[Artist] = []
     for own in families:
         members = style.methods(own["arm"])
-        if len(members) > 1:
-            last = members[-1]
-            handles.append(Line2D([], [], color=last.colour, dashes=last.dashes or (None, None), label=_name(members)))
-        handles += map(style.handle, members)
+        handles.append(style.handle(members[-1]._replace(label=_name(members))))
     every = pd.concat(families)
-    return [
-        *handles,
-        *style.notes(flagged=any(select.flagged(every)), diverged=bool((every["state"] == "diverged").any())),
-    ]
+    lost = bool((every["state"] == "diverged").any())
+    return [*handles, *style.notes(flagged=any(select.flagged(every)), diverged=lost)]
 
 
 def _name(members: list[style.Method]) -> str:
-    """The words that all labels of a family have."""
-    first, *rest = (method.label.split() for method in members)
+    """The words that all labels of a family have, of `Top10 %` and `Top5 %` `Top %`."""
+    labels = [method.label.split() for method in members]
+    if len(set(map(len, labels))) == 1 and len({re.sub(r"[\d.]+", "", method.label) for method in members}) == 1:
+        labels = [
+            [
+                one if len({one, *others}) == 1 else re.sub(r"[\d.]+", "", one)
+                for one, *others in zip(*labels, strict=True)
+            ]
+        ]
+    first, *rest = labels
     shared = [word for word in first if all(word in other for other in rest)]
-    return (" ".join(shared) or "one family") + ", all"
+    return " ".join(shared) or f"{first[0]} ..."

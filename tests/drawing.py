@@ -41,11 +41,11 @@ def without_numbers(tables, value):
     return changed
 
 
-def few(tables):
-    """Two methods, two seeds and one network of an experiment's tables: quick to draw."""
+def few(tables, *others):
+    """Two methods and `others`, two seeds and one network of an experiment's tables: quick to draw."""
     curves = tables["curves"]
     fewer = {**tables, "curves": curves[curves["rate_mbit"] == 100]}
-    arms = ("FP32", "AQ-SGD fw4 bw8")
+    arms = ("FP32", "AQ-SGD fw4 bw8", *others)
     return only(fewer, lambda r: (r["seed"] < 2) & r["arm"].isin(arms) & (r["rate_mbit"] == 100))
 
 

@@ -114,7 +114,8 @@ def _judge(claim: Claim, metric: Metric, hypothesis: Hypothesis, reader: Reader,
     except ValueError:
         why = 'a value of 0 or below has no ratio: write args.scale = "difference"'
         return _Judged(hypothesis.label, "undecided", None, measure.bound, None, 0, None, why, math.inf)
-    return _said(claim, hypothesis.label, reading, measure, measure.verdict(distances, tests))
+    verdict = measure.verdict(distances, tests, independent=reading.timing_runs)
+    return _said(claim, hypothesis.label, reading, measure, verdict)
 
 
 def _computed(claim: Claim, metric: Metric, reader: Reader) -> _Judged:
@@ -124,22 +125,25 @@ def _computed(claim: Claim, metric: Metric, reader: Reader) -> _Judged:
     if claim.relation == "==":
         state = "holds" if value == claim.bound else "fails"
         return _Judged("", state, value, measure.bound, None, 0, None, "", 0.0)
-    found = measure.verdict({0: measure.position(value) - measure.shift}, 1, exact=True)
+    found = measure.verdict({0: measure.between(measure.position(value), 0.0)}, 1, exact=True)
     return _Judged("", found.state, value, measure.bound, None, 0, None, "", 0.0)
 
 
+#: Distances that are apart by less are equal: what logs and products of doubles lose, and a thousand times more.
+ROUNDING = 1e-12
+
+
 class _Measure:
-    """Between values of runs and distances (verdict.py), on the claim's scale. shift: what a left side, less a
-    right one, is held against; margin: half the width of "~"."""
+    """Between values of runs and distances (verdict.py), on the claim's scale. target: what the value is held against;
+    shift: its position; margin: half the width of "~"."""
 
     def __init__(self, claim: Claim, metric: Metric) -> None:
         self.claim = claim
         self.ratio = metric.scale_in(claim) == "ratio" and claim.relation != "=="
         self.margin = (math.log1p(claim.margin) if self.ratio else claim.margin) if claim.margin else 0.0
-        if claim.bound is not None:
-            self.shift = math.log(claim.bound) if self.ratio else claim.bound
-        else:
-            self.shift = math.log(claim.factor) if self.ratio else float(claim.args.get("offset", 0.0))
+        other = claim.factor if self.ratio else float(claim.args.get("offset", 0.0))
+        self.target = other if claim.bound is None else claim.bound
+        self.shift = math.log(self.target) if self.ratio else self.target
 
     def position(self, value: float) -> float:
         """Raises ValueError where a ratio is asked of a value that has none."""
@@ -157,18 +161,31 @@ class _Measure:
         )
         assert left is not None
         if right is None:
-            return left - self.shift
-        return left - (right if self.ratio else self.claim.factor * right) - self.shift
+            return self.between(left, 0.0)
+        return self.between(left, right if self.ratio else self.claim.factor * right)
 
-    def verdict(self, distances: Mapping[int, float], tests: int, *, exact: bool = False) -> Verdict:
+    def between(self, left: float, right: float) -> float:
+        """left - right - shift, of positions: exactly 0, or the margin, where it is that but for rounding. Else 2.2
+        would not be <= 1.1 x 2.0."""
+        distance = left - right - self.shift
+        if not math.isfinite(distance):
+            return distance
+        # Of logs, an absolute difference is the relative one of the values.
+        slack = ROUNDING * (1.0 if self.ratio else max(abs(left), abs(right), abs(self.shift)))
+        near = (exact for exact in (0.0, self.margin, -self.margin) if abs(distance - exact) <= slack)
+        return next(near, distance)
+
+    def verdict(
+        self, distances: Mapping[int, float], tests: int, *, exact: bool = False, independent: int | None = None
+    ) -> Verdict:
         from thinpipe.harness.claims.verdict import decide
 
-        exact = exact or self.claim.exact
-        return decide(distances, self.claim.relation, margin=self.margin, tests=tests, exact=exact)
+        options: dict[str, Any] = {"margin": self.margin, "exact": exact or self.claim.exact}
+        return decide(distances, self.claim.relation, tests=tests, independent=independent, **options)
 
     def value(self, distance: float) -> float:
         """A mean distance as what the claim is about: a ratio, a difference, or a value beside its bound."""
-        return math.exp(distance + self.shift) if self.ratio else distance + self.shift
+        return math.exp(distance) * self.target if self.ratio else distance + self.target
 
     @property
     def bound(self) -> float | list[float]:
@@ -177,26 +194,22 @@ class _Measure:
 
 def _said(claim: Claim, label: str, reading: Reading, measure: _Measure, found: Verdict) -> _Judged:
     """A verdict as people read it; undecided where runs are missing, but for a counterexample that needs no seeds."""
-    from thinpipe.harness.claims.verdict import FAILS, LEAST, UNDECIDED, violation
+    from thinpipe.harness.claims.verdict import FAILS, UNDECIDED, violation
 
-    state, needs, because, n = found.state, found.needs, found.why, found.n
-    if reading.timing_runs is not None and reading.timing_runs < min(LEAST, n):
-        # Trainings share their times, so more of them do not make the times surer.
-        n = reading.timing_runs
-        state, needs, because = (
-            UNDECIDED,
-            LEAST,
-            f"composed of the times of {n} timing run(s): it takes at least {LEAST}",
-        )
+    state, needs, because = found.state, found.needs, found.why
     if reading.missing and not (claim.exact and state == FAILS):
         state, needs, because = UNDECIDED, None, ""
-    why = "; ".join(filter(None, [reading.missing, because, reading.left_out]))
+    shared = ""
+    if found.n < len(reading.values):
+        timed = f"{found.n} timing run{'s' * (found.n != 1)}"
+        shared = f"the times of {len(reading.values)} trainings are composed of those of {timed}"
+    why = "; ".join(filter(None, [reading.missing, because, shared, reading.left_out]))
     value = None if found.mean is None else measure.value(found.mean)
     bounds = None
     if found.low is not None and found.high is not None:
         bounds = [measure.value(found.low), measure.value(found.high)]
     worst = violation(found.mean, claim.relation, measure.margin)
-    return _Judged(label, state, value, measure.bound, bounds, n, needs, why, worst)
+    return _Judged(label, state, value, measure.bound, bounds, found.n, needs, why, worst)
 
 
 def _equal(claim: Claim, hypothesis: Hypothesis, reading: Reading) -> _Judged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ import pandas as pd
 from thinpipe.harness.claims import scope as claim_scope
 from thinpipe.harness.claims.scope import Hypothesis, Unit
 from thinpipe.harness.claims.subject import Flagged, Metric, NoValue, Subject, Value
+from thinpipe.harness.claims.times import at_network
 
 if TYPE_CHECKING:
     from thinpipe.harness.declared import Claim
@@ -27,7 +29,8 @@ WORST = {"lower": math.inf, "higher": -math.inf}
 class Reading:
     """values: seed -> unit -> value, of seeds for which every unit has one. missing, left_out: a clause each that says
     how many runs gave none and why, "" where there is nothing to say; what is left out does not keep a claim open.
-    timing_runs: the least number of timing runs that a composed time rests on, None where none is composed."""
+    timing_runs: how many runs the times of curves rest on, of the unit where they are fewest: one that was measured
+    whole rests on itself, composed ones on timing runs, shared or not; None of what is no time of curves."""
 
     values: Mapping[int, Mapping[Unit, Value]]
     missing: str
@@ -59,7 +62,9 @@ class Reader:
     def read(self, claim: Claim, metric: Metric, hypothesis: Hypothesis, reference: str | None) -> Reading:
         """The values of one hypothesis; reference: the arm its metric is worked out against."""
         units = list(dict.fromkeys(hypothesis.units()))
-        seeds = [seed for seed, _ in units[0].cell.runs if all(seed in dict(unit.cell.runs) for unit in units)]
+        declared = dict.fromkeys(seed for unit in units for seed, _ in unit.cell.runs)
+        seeds = [seed for seed in declared if all(seed in dict(unit.cell.runs) for unit in units)]
+        alone = [str(seed) for seed in declared if seed not in seeds]
         values: dict[int, dict[Unit, Value]] = {}
         missing: Counter[str] = Counter()
         left_out: Counter[str] = Counter()
@@ -72,10 +77,15 @@ class Reader:
                     (left_out if lost.out else missing)[str(lost)] += 1
             if len(found) == len(units):
                 values[seed] = found
+        notes = [_counted(left_out, "left out ")]
+        notes += [f"only one side has seed{'s' * (len(alone) > 1)} {', '.join(alone)}"] if alone else []
         timing_runs = None
-        if metric.of_curves and metric.is_time:
-            timing_runs = min((n for unit in units for n in self._timing_runs(unit, values)), default=None)
-        return Reading(values, _counted(missing), _counted(left_out, "left out "), timing_runs)
+        if metric.of_curves and metric.is_time and values:
+            timed = [self._timed(claim, metric, unit, values) for unit in units]
+            timing_runs = min(count for count, _ in timed)
+            flagged = max(flagged for _, flagged in timed)
+            notes += [f"left out {flagged} timing run{'s' * (flagged > 1)}: flagged"] if flagged else []
+        return Reading(values, _counted(missing), "; ".join(filter(None, notes)), timing_runs)
 
     def of_arguments(self, claim: Claim, metric: Metric) -> float:
         """A metric that needs no run."""
@@ -105,12 +115,23 @@ class Reader:
             raise _Lost(f"{metric.name} is not a number")
         return value
 
-    def _timing_runs(self, unit: Unit, seeds: Iterable[int]) -> list[int]:
-        """How many timing runs the composed curves of a unit rest on, none where they were measured whole."""
-        runs = dict(unit.cell.runs)
-        curves = [self._groups["curves"].get(runs[seed].run_id) for seed in seeds]
-        ids = [name for rows in curves if rows is not None for name in rows["timing_run_id"].dropna()]
-        return [len(name.split("+")) for name in ids]
+    def _timed(self, claim: Claim, metric: Metric, unit: Unit, seeds: Iterable[int]) -> tuple[int, int]:
+        """How many runs the times of a unit rest on, in the table where they are fewest, and how many flagged ones were
+        left out of them."""
+        runs, flagged = dict(unit.cell.runs), 0
+        ids: dict[str, set[str]] = {table: set() for table in ("curves", "composition") if table in metric.tables}
+        for seed, table in itertools.product(seeds, ids):
+            subject = self._subject(claim, metric, runs[seed], unit, None)
+            found = subject.frame(table)
+            rows = None if found is None else at_network(subject, found)
+            if rows is None or rows.empty:
+                # One that diverged without a curve is worse than any number by itself.
+                ids[table].add(runs[seed].run_id)
+                continue
+            texts = rows["timing_run_id"].where(rows["timing_run_id"].notna(), runs[seed].run_id)
+            ids[table] |= {name for text in texts for name in text.split("+")}
+            flagged = max(flagged, int(rows["flagged_runs"].max()))
+        return min(map(len, ids.values())), flagged
 
     def _usable(self, metric: Metric, row: Mapping[str, Any]) -> None:
         if row["state"] == "failed":

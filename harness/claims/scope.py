@@ -4,8 +4,8 @@ A claim is made of every cell of its arm that `where` lets in: an axis that is n
 one hypothesis a value. The other side is the cell with the same settings, or the only one there is. Along an axis, or
 along `arms`, each value is held against the next one: a < b < c.
 
-Metrics of curves have networks of their own: a training is timed at every network of the timing runs, so
-`network.rate_mbit` and `network.rate` then mean that of the curve.
+Metrics of curves have networks of their own: a training is timed at every network of the timing runs, so all settings
+of `network` and data_parallel.rate_mbit then mean those of the curve.
 """
 
 from __future__ import annotations
@@ -20,25 +20,53 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.settings import empty
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from thinpipe.harness.declared import Claim
     from thinpipe.harness.experiment import Cell, ExperimentPart
+    from thinpipe.harness.spec import RunSpec
 
-NETWORK = ("network.rate_mbit", "network.rate")
+RATES = ("network.rate_mbit", "network.rate")
+DATA_RATE = "data_parallel.rate_mbit"
 Parts = Mapping[str, "ExperimentPart"]
 
 
 @dataclass(frozen=True, eq=False)
+class Network:
+    """A network that curves are at: what shapes its links is what the runs `specs` ask for, all of them alike."""
+
+    specs: tuple[RunSpec, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The settings that are the network's."""
+        return (*(f"network.{name}" for name in type(self.specs[0].network).model_fields), DATA_RATE)
+
+    def rows(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Those of a table with a column network_id that are at this network."""
+        return table[table["network_id"].isin({spec.network_id for spec in self.specs})]
+
+    def text(self) -> str:
+        link = self.specs[0].network
+        return link.rate or ("no limit" if link.rate_mbit is None else f"{link.rate_mbit:g} Mbit/s")
+
+
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """All seeds of one thing measured: a cell, or its curves at one network (rate_mbit, rate)."""
+    """All seeds of one thing measured: a cell, or its curves at one network."""
 
     cell: Cell
-    network: tuple[Any, Any] | None = None
+    network: Network | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The settings in which it may differ from another unit of its arm."""
+        return (*self.cell.settings, *(self.network.keys if self.network else ()))
 
     def setting(self, key: str) -> Any:
         """The value of a dotted setting."""
-        if self.network is not None and key in NETWORK:
-            return self.network[NETWORK.index(key)]
-        value: Any = self.cell.runs[0][1]
+        of_network = self.network is not None and key in self.network.keys
+        value: Any = self.network.specs[0] if self.network is not None and of_network else self.cell.runs[0][1]
         for name in key.split("."):
             value = getattr(value, name)
         return value
@@ -128,29 +156,29 @@ def units(claim: Claim, parts: Parts, arm: str, where: Mapping[str, Any], curves
     return every
 
 
-def _networks(cell: Cell, parts: Parts) -> list[tuple[Any, Any]]:
+def _networks(cell: Cell, parts: Parts) -> list[Network]:
     """Where a cell's runs have curves: a full run at its own network, another one wherever something was timed."""
-    if cell.runs[0][1].measure == "full":
-        return [_network(cell)]
-    timed = [other for part in parts.values() for other in part.cells if other.runs[0][1].measure == "timing"]
-    return list(dict.fromkeys(_network(other) for other in timed))
-
-
-def _network(cell: Cell) -> tuple[Any, Any]:
-    network = cell.runs[0][1].network
-    return network.rate_mbit, network.rate
+    own = cell.runs[0][1]
+    if own.measure == "full":
+        return [Network((own,))]
+    found: dict[Any, list[RunSpec]] = {}
+    for spec in (other.runs[0][1] for part in parts.values() for other in part.cells):
+        if spec.measure == "timing":
+            between = spec.data_parallel.rate_mbit if spec.data_parallel.groups > 1 else None
+            found.setdefault((spec.network, between), []).append(spec)
+    return [Network(tuple(specs)) for specs in found.values()]
 
 
 def varying(found: Sequence[Unit]) -> list[str]:
     """The settings in which units of one arm differ, in the order declared."""
-    keys = dict.fromkeys(key for unit in found for key in (*unit.cell.settings, *(NETWORK if unit.network else ())))
+    keys = dict.fromkeys(key for unit in found for key in unit.keys)
     # A rate that stands for a ratio comes with that ratio, which is what the file says: one of them is enough.
     differ = [key for key in keys if any(not same(unit.setting(key), found[0].setting(key)) for unit in found)]
-    return [key for key in differ if key != NETWORK[0]] if NETWORK[1] in differ else differ
+    return [key for key in differ if key != RATES[0]] if RATES[1] in differ else differ
 
 
 def _with(axis: str) -> tuple[str, ...]:
-    return NETWORK if axis in NETWORK else (axis,)
+    return RATES if axis in RATES else (axis,)
 
 
 def _term(unit: Unit, others: Sequence[Unit]) -> Term | None:

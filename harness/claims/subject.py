@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import pandas as pd
 
+    from thinpipe.harness.claims.scope import Network
     from thinpipe.harness.declared import Claim
     from thinpipe.harness.spec import RunSpec
 
@@ -30,15 +31,15 @@ class Subject:
     """One run as a metric sees it.
 
     row: its row of the runs table; frame(table): its rows of another table, None where there is no such table;
-    args: the claim's; network: (rate_mbit, rate) of the curve meant; reference: the run of the same seed of the arm
-    that `Metric.reference` names.
+    args: the claim's; network: of the curve meant; reference: the run of the same seed of the arm that
+    `Metric.reference` names.
     """
 
     spec: RunSpec
     row: Mapping[str, Any]
     frame: Callable[[str], pd.DataFrame | None]
     args: Mapping[str, Any] = field(default_factory=dict)
-    network: tuple[Any, Any] | None = None
+    network: Network | None = None
     reference: Subject | None = None
 
     def column(self, name: str) -> float:

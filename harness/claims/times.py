@@ -1,28 +1,25 @@
 """Metrics of claims about time: parts of a step, the GPipe bound, time and bytes to a target, speed-up accounting.
 
-Time to a target is read from the table `curves` (its time at each epoch's end, steps in between in proportion) and
-the losses of the steps, smoothed over an epoch: a mean over as many steps as the first epoch has, ending there.
+When a target is reached is what stats.time_to_target says, of the table `curves`: at the end of an epoch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thinpipe.harness.claims.series import losses
 from thinpipe.harness.claims.subject import REQUIRED, Flagged, Metric, NoValue, Subject
+from thinpipe.netem.link import segmented_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
 
     from thinpipe.harness.profile import StageTimes
 
 PARTS_OF_A_STEP = ("compute_s", "codec_s", "wait_s", "idle_s")
-#: TCP payload of a segment, and what Ethernet, IP and TCP add to it.
-SEGMENT, HEADERS = 1448, 66
-TARGET = {"tolerance": 1.0, "target": None}
+TARGET = {"target": None, "tolerance": None}
 
 
 def codec_fraction(subject: Subject) -> float:
@@ -70,14 +67,14 @@ def step_time_over_bound(subject: Subject) -> float:
 
 def _message_s(subject: Subject, direction: str) -> list[float]:
     """Seconds on the link of one frame over each boundary, at the rate set."""
-    rate = subject.spec.network.rate_mbit
+    rate, mtu = subject.spec.network.rate_mbit, subject.spec.network.mtu
     rows = subject.rows("transfers")
     rows = rows[(rows["direction"] == direction) & (rows["epoch"] == rows["epoch"].max())]
     sums = rows.groupby("boundary")[["frame_bytes", "messages"]].sum()
     if rate is None:
         return [0.0] * len(sums)
     frames = (sums["frame_bytes"] / sums["messages"]).tolist()
-    return [8 * (frame + HEADERS * math.ceil(frame / SEGMENT)) / (rate * 1e6) for frame in frames]
+    return [8 * segmented_bytes(frame, mtu) / (rate * 1e6) for frame in frames]
 
 
 def throughput_over_bound(subject: Subject) -> float:
@@ -89,29 +86,33 @@ def throughput_over_bound(subject: Subject) -> float:
 
 def curve(subject: Subject) -> pd.DataFrame:
     """The rows of the run's curve at its network, by step. NoValue where it has none there, or several; Flagged."""
-    rows = subject.rows("curves")
-    rate, ratio = subject.network if subject.network else (None, None)
-    here = rows["rate_mbit"].isna() if rate is None else (rows["rate_mbit"] / rate - 1).abs() < 1e-9
+    assert subject.network is not None
+    rows = at_network(subject, subject.rows("curves"))
     wanted = subject.args.get("time_of")
-    rows = rows[here] if wanted is None else rows[here & (rows["time_of"] == wanted)]
     if rows.empty:
-        at = "without a limit" if rate is None else ratio or f"{rate:g} Mbit/s"
-        raise NoValue(f"has no curve at {at}" + (f" timed by {wanted}" if wanted else "") + _lacking(subject, rate))
+        by = f" timed by {wanted}" if wanted else ""
+        raise NoValue(f"has no curve at {subject.network.text()}{by}{_lacking(subject)}")
     if rows["time_of"].nunique(dropna=False) > 1:
         names = ", ".join(sorted(str(name) for name in rows["time_of"].unique()))
         raise NoValue(f"several things timed it ({names}): name one in args.time_of")
+    if rows["network_id"].nunique() > 1:
+        raise NoValue(f"several networks of {subject.network.text()} timed it, of other hosts or data groups")
     if (rows["fidelity"] != "ok").any():
         raise Flagged("what timed it is flagged")
     return rows.sort_values("step")
 
 
-def _lacking(subject: Subject, rate: float | None) -> str:
-    """What the table `composition` says is missing for a curve at this rate."""
+def at_network(subject: Subject, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of curves or composition that are at the subject's network, of what `args.time_of` names where it does."""
+    assert subject.network is not None
+    rows, wanted = subject.network.rows(rows), subject.args.get("time_of")
+    return rows if wanted is None else rows[rows["time_of"] == wanted]
+
+
+def _lacking(subject: Subject) -> str:
+    """What the table `composition` says is missing for a curve at this network."""
     rows = subject.frame("composition")
-    if rows is None:
-        return ""
-    here = rows["rate_mbit"].isna() if rate is None else rows["rate_mbit"] == rate
-    missing = sorted(set(rows.loc[here, "missing"].dropna()))
+    missing = [] if rows is None else sorted(set(at_network(subject, rows)["missing"].dropna()))
     return f" ({'; '.join(missing)})" if missing else ""
 
 
@@ -120,46 +121,30 @@ def total_time_s(subject: Subject) -> float:
 
 
 def time_to_target_s(subject: Subject) -> float:
-    """Seconds of training until the smoothed loss is at the target; infinite where it never is."""
-    import numpy as np
-
+    """Seconds of training until the loss is at the target; infinite where it never is."""
     found = curve(subject)
-    reached = _steps_to_target(subject)
-    if reached is None:
-        return math.inf
-    return float(np.interp(reached, [0, *found["step"]], [0.0, *found["t_s"]]))
+    return _reached(subject, found["t_s"], found["train_loss"])
 
 
 def bytes_to_target(subject: Subject) -> float:
     """Frame bytes sent until then; infinite where it never is."""
-    reached = _steps_to_target(subject)
-    if reached is None:
-        return math.inf
+    epochs = losses(subject).groupby("epoch").agg(step=("step", "max"), train_loss=("train_loss", "mean"))
     sent = subject.rows("transfers")
-    return float(sent.loc[sent["step"] < reached, "frame_bytes"].sum())
+    so_far = epochs["step"].map(lambda step: sent.loc[sent["step"] <= step, "frame_bytes"].sum())
+    return _reached(subject, so_far, epochs["train_loss"])
 
 
-def _steps_to_target(subject: Subject) -> int | None:
-    """Steps taken when the smoothed loss is first at or below the reference's last one times `tolerance`."""
-    import numpy as np
+def _reached(subject: Subject, at: pd.Series, by_epoch: pd.Series) -> float:
+    """at, by_epoch: what counts, and the mean loss, at each epoch's end."""
+    from thinpipe.harness import stats
 
     if subject.reference is None or subject.reference.row["state"] == "diverged":
         raise NoValue("the run that sets the target diverged, or is missing")
-    target = smoothed(subject.reference)[1][-1] * subject.args["tolerance"]
-    steps, values = smoothed(subject)
-    below = np.flatnonzero(values <= target)
-    return int(steps[below[0]]) + 1 if below.size else None
-
-
-def smoothed(subject: Subject) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(steps, mean loss of an epoch's worth of steps ending there)."""
-    import numpy as np
-
-    found = losses(subject)
-    window = int((found["epoch"] == found["epoch"].iloc[0]).sum())
-    values = found["train_loss"].to_numpy(dtype=np.float64)
-    means = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
-    return found["step"].to_numpy()[window - 1 :], means
+    tolerance = subject.args["tolerance"]
+    tolerance = stats.TOLERANCE if tolerance is None else tolerance
+    target = tolerance * subject.reference.column("final_train_loss")
+    found = stats.time_to_target(list(at.astype(float)), list(by_epoch.astype(float)), target)
+    return math.inf if found is None else found
 
 
 # --- speed-up accounting ---
@@ -180,21 +165,34 @@ def speed_up(s: float, epochs: float, warmup: float) -> float:
 
 
 def accounting_ratio(subject: Subject) -> float:
-    """Measured speed-up of the whole over what the accounting gives for the speed-up of a warm step."""
+    """Speed-up of the whole training, measured in full, over what the accounting gives for the timed steps' speed-up.
+
+    Of composed curves both sides would be made of the same step times, and nothing could contradict it: NoValue.
+    """
     if subject.reference is None:
         raise NoValue("the run that it is compared with is missing")
-    own, slow = curve(subject), curve(subject.reference)
-    s = _last_step_s(slow) / _last_step_s(own)
+    own, slow = (_in_full(one) for one in (subject, subject.reference))
+    s = _timed_step_s(subject.reference) / _timed_step_s(subject)
     expected = speed_up(s, len(own), subject.column("warmup_epochs"))
     return float(slow["t_s"].iloc[-1] / own["t_s"].iloc[-1]) / expected
 
 
-def _last_step_s(found: pd.DataFrame) -> float:
-    """Seconds of a step of a curve's last epoch."""
-    if len(found) < 2:
-        raise NoValue("a curve of one epoch has no warm part")
-    last, before = found.iloc[-1], found.iloc[-2]
-    return float((last["t_s"] - before["t_s"]) / (last["step"] - before["step"]))
+def _in_full(subject: Subject) -> pd.DataFrame:
+    found = curve(subject)
+    if found["composed"].any():
+        raise NoValue("its curve is composed, of which the accounting is an identity: it takes runs of measure full")
+    return found
+
+
+def _timed_step_s(subject: Subject) -> float:
+    """Seconds of a step of a full run's last epoch, as timing runs of its network have it."""
+    rows = subject.frame("composition")
+    found = None if rows is None else at_network(subject, rows).dropna(subset=["step_s", "measured_s"])
+    if found is None or found.empty:
+        raise NoValue(f"no timing run has its last epoch's compressors at its network{_lacking(subject)}")
+    if (found["fidelity"] != "ok").any():
+        raise Flagged("what timed it is flagged")
+    return float(found["step_s"].iloc[0])
 
 
 def composition_error(subject: Subject) -> float:
@@ -228,9 +226,9 @@ METRICS = (
         args={"time_of": None},
     ),
     Metric(
-        "time_to_target_s", "training time until the loss, smoothed over an epoch, is at that of arm `target` at its "
-        "end, times `tolerance`", "s", "lower", time_to_target_s, ("curves", "steps"), is_time=True,
-        args={**TARGET, "time_of": None}, reference="target",
+        "time_to_target_s", "training time at the end of the first epoch whose mean loss is at or below "
+        "final_train_loss of arm `target`, times `tolerance` (1.02 unless given)", "s", "lower", time_to_target_s,
+        ("curves",), is_time=True, args={**TARGET, "time_of": None}, reference="target",
     ),
     Metric(
         "bytes_to_target", "frame bytes sent until then", "B", "lower", bytes_to_target, ("steps", "transfers"),
@@ -242,9 +240,9 @@ METRICS = (
         args={"s": REQUIRED, "epochs": REQUIRED, "warmup": 1}, needs_run=False,
     ),
     Metric(
-        "accounting_ratio", "total_time_s of arm `baseline` over the run's, over what the accounting gives for the "
-        "ratio of their last epoch's step times", "", None, accounting_ratio, ("curves",), is_time=True,
-        args={"baseline": None, "time_of": None}, reference="baseline",
+        "accounting_ratio", "total_time_s of arm `baseline` over the run's, both run in full, over what the accounting "
+        "gives for the ratio of their last epoch's step times in timing runs", "", None, accounting_ratio,
+        ("curves", "composition"), is_time=True, args={"baseline": None}, reference="baseline",
     ),
     Metric(
         "composition_error", "|composed - measured| over measured time of the whole, of a run made in full", "",

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from thinpipe.harness.stats import interval, t_quantile
+from thinpipe.harness.stats import Interval, interval, t_quantile
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 #: Two-sided, so that each side is tested at 5 %: also of "~", as two one-sided tests.
@@ -29,8 +29,9 @@ NORMAL_90 = 1.6448536
 
 
 class Verdict(NamedTuple):
-    """mean, low, high: of the distances, None where a seed has no finite one or there are too few; n: seeds; needs: the
-    seeds it would take, None where more of the same would not decide; why: what a reader should know, may be empty."""
+    """mean, low, high: of the distances, None where a seed has no finite one or there are too few; n: seeds, or what is
+    independent of them; needs: the n it would take, None where more of the same would not decide; why: what a reader
+    should know, may be empty."""
 
     state: str
     mean: float | None
@@ -42,32 +43,40 @@ class Verdict(NamedTuple):
 
 
 def decide(
-    distances: Mapping[int, float], relation: str, *, margin: float = 0.0, tests: int = 1, exact: bool = False
+    distances: Mapping[int, float],
+    relation: str,
+    *,
+    margin: float = 0.0,
+    tests: int = 1,
+    exact: bool = False,
+    independent: int | None = None,
 ) -> Verdict:
     """The verdict on `distances` by seed. relation: < <= > >= or ~ (|distance| <= margin).
 
     tests: how many pairs the claim is made of. It holds if each pair does, which needs no correction (an
     intersection-union test); it fails if one does, so failing takes an interval of level 1 - (1 - LEVEL) / tests.
-    exact: nothing in the values is random, so each seed decides alone and one is enough.
+    exact: nothing in the values is random, so each seed decides alone and one is enough. independent: of seeds that
+    share something random, how many there are of that: the interval is that of so many values.
     """
     assert relation in ("<", "<=", ">", ">=", "~"), relation
-    n = len(distances)
-    finite = all(math.isfinite(value) for value in distances.values())
-    mean, low, high = _interval(list(distances.values())) if finite and n else (None, None, None)
+    n = len(distances) if independent is None else min(len(distances), independent)
+    values = list(distances.values())
+    finite = all(math.isfinite(value) for value in values)
+    mean, low, high = _interval(values, LEVEL, n)[:3] if finite and n else (None, None, None)
     answers = {seed: obeys(value, relation, margin) for seed, value in distances.items()}
     if exact and n:
         state, why = _each(answers, any_fails=True)
         return Verdict(state, mean, low, high, n, None, why)
     if n < LEAST:
-        why = f"{n} seed{'s' * (n != 1)}: an interval takes at least {LEAST}"
+        counted = "seed" if n == len(distances) else "independent value"
+        why = f"{n} {counted}{'s' * (n != 1)}: an interval takes at least {LEAST}"
         return Verdict(UNDECIDED, mean, low, high, n, LEAST, why)
     if not finite:
         state, why = _each(answers, any_fails=False)
         return Verdict(state, None, None, None, n, None, why)
-    assert mean is not None
-    values = list(distances.values())
-    state = _by_interval(values, relation, margin, tests)
-    needs, why = _needed(values, mean, relation, margin) if state == UNDECIDED else (None, "")
+    near, wide = (_interval(values, level, n) for level in (LEVEL, 1 - (1 - LEVEL) / tests))
+    state = _by_interval(near, wide, relation, margin)
+    needs, why = _needed(near, relation, margin, tests) if state == UNDECIDED else (None, "")
     return Verdict(state, mean, low, high, n, needs, why)
 
 
@@ -94,9 +103,21 @@ def violation(mean: float | None, relation: str, margin: float = 0.0) -> float:
     return mean if relation in ("<", "<=") else -mean
 
 
-def _interval(values: list[float]) -> tuple[float, float | None, float | None]:
-    found = interval(values, LEVEL)
-    return found.mean, found.low, found.high
+def _interval(values: list[float], level: float, n: int) -> Interval:
+    """Their interval as if they were n, at most as many as they are: the same mean and spread, fewer of them."""
+    found = interval(values, level)
+    if found.high is None or n == found.n:
+        return found
+    if n == 1:
+        return Interval(found.mean, None, None, 1, level)
+    half = _deviation(found) * t_quantile(level, n - 1) / math.sqrt(n)
+    return Interval(found.mean, found.mean - half, found.mean + half, n, level)
+
+
+def _deviation(found: Interval) -> float:
+    """The sample standard deviation that an interval was made of."""
+    assert found.high is not None
+    return (found.high - found.mean) * math.sqrt(found.n) / t_quantile(found.level, found.n - 1)
 
 
 def _each(answers: Mapping[int, bool | None], *, any_fails: bool) -> tuple[str, str]:
@@ -118,30 +139,34 @@ def _seeds(seeds: list[int]) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, sorted(seeds)))}"
 
 
-def _by_interval(values: list[float], relation: str, margin: float, tests: int) -> str:
-    sign = -1.0 if relation in (">", ">=") else 1.0
-    near = interval([sign * value for value in values], LEVEL)
-    wide = interval([sign * value for value in values], 1 - (1 - LEVEL) / tests)
-    assert near.low is not None
-    assert near.high is not None
-    assert wide.low is not None
-    assert wide.high is not None
-    if relation == "~":
-        if -margin <= near.low and near.high <= margin:
-            return HOLDS
-        return FAILS if wide.low > margin or wide.high < -margin else UNDECIDED
-    strict = relation in ("<", ">")
-    if near.high < 0 or (near.high == 0 and not strict):
+def _by_interval(near: Interval, wide: Interval, relation: str, margin: float) -> str:
+    if _lies(near, relation, margin):
         return HOLDS
-    return FAILS if wide.low > 0 or (wide.low == 0 and strict) else UNDECIDED
+    return FAILS if _lies(wide, relation, margin, against=True) else UNDECIDED
 
 
-def _needed(values: list[float], mean: float, relation: str, margin: float) -> tuple[int | None, str]:
-    """The least number of seeds whose interval would lie on the right side, at the mean and spread seen."""
-    distance = -violation(mean, relation, margin)
-    spread = interval(values, LEVEL)
-    assert spread.high is not None
-    deviation = (spread.high - spread.mean) * math.sqrt(len(values)) / t_quantile(LEVEL, len(values) - 1)
+def _lies(found: Interval, relation: str, margin: float, *, against: bool = False) -> bool:
+    """Whether an interval lies wholly on the right side; against: wholly on the wrong one."""
+    assert found.low is not None
+    assert found.high is not None
+    if relation == "~":
+        outside = found.low > margin or found.high < -margin
+        return outside if against else -margin <= found.low and found.high <= margin
+    low, high = (found.low, found.high) if relation in ("<", "<=") else (-found.high, -found.low)
+    strict = relation in ("<", ">")
+    if against:
+        return low > 0 or (low == 0 and strict)
+    return high < 0 or (high == 0 and not strict)
+
+
+def _needed(near: Interval, relation: str, margin: float, tests: int) -> tuple[int | None, str]:
+    """The least number of seeds whose interval would lie on one side, at the mean and spread seen."""
+    distance, deviation = -violation(near.mean, relation, margin), _deviation(near)
+    if _lies(near, relation, margin, against=True):
+        n = near.n + 1
+        while t_quantile(1 - (1 - LEVEL) / tests, n - 1) * deviation / math.sqrt(n) >= -distance:
+            n += 1
+        return n, f"against it, but not at the level for {tests} pairs; about {n} seeds would decide at this spread"
     if distance <= 0 or not math.isfinite(deviation / distance):
         return None, "the mean is on the wrong side, by less than the seeds' spread: more seeds may go either way"
     n = max(LEAST, math.ceil((NORMAL_90 * deviation / distance) ** 2))

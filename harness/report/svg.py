@@ -29,7 +29,6 @@ ATTRIBUTES = {
 STYLES = ("fill", "stroke", "opacity", "font", "text-anchor", "image-rendering")
 #: matplotlib's own style for everything, which in a page would reach the page.
 ROOT = {"stroke-linejoin": "round", "stroke-linecap": "butt"}
-FONT = "DejaVu Sans,Verdana,sans-serif"
 # Outlines are drawn in 1/100 of the font's size.
 GLYPH_UNITS = 100.0
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")

@@ -141,7 +141,7 @@ def compare(
     from thinpipe.harness import compare as comparing
 
     found = comparing.compare(left, right, metrics or comparing.METRICS)
-    show(found, as_json, lambda data: print(comparing.render(data), end=""))
+    show(found, as_json, lambda data: print(comparing.render(data)))
 
 
 def profile(

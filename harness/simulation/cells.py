@@ -1,4 +1,4 @@
-"""Cells of an experiment, simulated: a RunSpec, a profile and what messages cost -> simulate.Pipeline -> a prediction.
+"""Cells of an experiment, simulated: a RunSpec, a profile and what messages cost -> model.Pipeline -> a prediction.
 
 Without a `Wan`, links are those of the run's network as tc shapes them, here and on a cluster: buckets included. With
 one they are its links, without any bucket.
@@ -25,15 +25,13 @@ from thinpipe.harness.frame import HEADER_BYTES
 from thinpipe.harness.models.base import resolve
 from thinpipe.harness.pipeline import partition, placement
 from thinpipe.harness.profile import Profile
-from thinpipe.harness.simulation import model as simulate_model
-from thinpipe.harness.simulation import steps as simulate
-from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation import model, steps, wan
 from thinpipe.harness.simulation.cluster import beyond
 from thinpipe.harness.simulation.costs import Codecs, Constants, message_shapes
 from thinpipe.harness.simulation.model import Bucket, Link, Message, Pipeline, Times
 from thinpipe.harness.spec import RunSpec
 from thinpipe.netem import qdisc
-from thinpipe.netem.link import ETHERNET_BYTES, TCP_IP_BYTES, LinkSpec, bytes_per_s, gso_bytes
+from thinpipe.netem.link import ETHERNET_BYTES, TCP_IP_BYTES, LinkSpec, bytes_per_s, gso_bytes, segmented_bytes
 from thinpipe.netem.topology import Topology
 
 #: What gloo adds to a message at its sender and its receiver (Links.probe reads it at the start of each run).
@@ -67,7 +65,7 @@ def row(cell: Cell, setting: Setting, codecs: Codecs) -> dict[str, Any]:
     found = profile_of(spec, setting)
     regions = _regions(spec, setting)
     pipe = pipeline(spec, found, setting, codecs, regions)
-    predicted = simulate.simulate(pipe)
+    predicted = steps.simulate(pipe)
     busiest = predicted.busiest
     assert busiest is not None, "two ranks at least"
     last = regimes.final_epoch(spec)
@@ -126,9 +124,7 @@ def pipeline(
         times, forward, backward = _deepened(spec, setting.stages, times, forward, backward)
     ranks, rank_of = len(times), None
     if spec.pipeline.schedule in SINGLE:
-        orders: Sequence[Iterable[simulate_model.Action]] = simulate_model.orders(
-            spec.pipeline.schedule, ranks, pieces, passes
-        )
+        orders: Sequence[Iterable[model.Action]] = model.orders(spec.pipeline.schedule, ranks, pieces, passes)
     else:
         orders = orders_of_several(spec)
         ranks, rank_of = len(orders), [placement.rank_of(stage, spec.pipeline) for stage in range(len(times))]
@@ -157,9 +153,7 @@ def messages(spec: RunSpec, direction: str, codecs: Codecs) -> list[Message]:
     for boundary, shape in enumerate(message_shapes(spec)):
         text = spec.compression.compressor(direction, boundary, regimes.final_epoch(spec))  # type: ignore[arg-type]
         coded = codecs.of(text, direction, shape)
-        size = simulate_model.wire_bytes(
-            coded.payload_bytes, header_bytes=HEADER_BYTES, added_bytes=GLOO_BYTES[0], mtu=spec.network.mtu
-        )
+        size = segmented_bytes(coded.payload_bytes + HEADER_BYTES + GLOO_BYTES[0], spec.network.mtu)
         made.append(Message(size, coded.encode_s, coded.decode_s))
     return made
 
@@ -169,7 +163,7 @@ def idle_transfers(spec: RunSpec, codecs: Codecs) -> dict[tuple[str, int], float
     link = lab_link(LinkSpec(**spec.network.link()))
     made = {direction: messages(spec, direction, codecs) for direction in regimes.DIRECTIONS}
     return {
-        (direction, boundary): simulate.transfer_s(link, message.wire_bytes)
+        (direction, boundary): steps.transfer_s(link, message.wire_bytes)
         for direction, own in made.items()
         for boundary, message in enumerate(own)
     }
@@ -207,14 +201,13 @@ def exchange_s(spec: RunSpec, setting: Setting) -> list[float] | float:
         counts = [shape.parameters_per_block[i] for i in part.blocks]
         counts += [shape.parameters_embedding] * part.first + [shape.parameters_head] * part.last
         sent = step_traffic([(count,) for count in counts], parallel, 0)
-        size = sent.on_the_wire(GLOO_BYTES)
-        wire = simulate_model.wire_bytes(size, header_bytes=0, added_bytes=0, mtu=spec.network.mtu)
+        wire = segmented_bytes(sent.on_the_wire(GLOO_BYTES), spec.network.mtu)
         rank = placement.rank_of(part.index, spec.pipeline)
-        seconds[rank] += simulate_model.ring_s(wire, parallel.groups, link, setting.constants.overheads.message_s)
+        seconds[rank] += model.ring_s(wire, parallel.groups, link, setting.constants.overheads.message_s)
     return seconds
 
 
-def orders_of_several(spec: RunSpec) -> list[list[simulate_model.Action]]:
+def orders_of_several(spec: RunSpec) -> list[list[model.Action]]:
     """What each rank does where it holds several stages: the order that torch's own schedule object has worked out.
 
     Its two halves of a backward pass (zero-bubble) are taken to last half of it each."""
@@ -255,14 +248,14 @@ def orders_of_several(spec: RunSpec) -> list[list[simulate_model.Action]]:
 
 # What torch calls its computations; the rest moves or gathers, which costs nothing here.
 KINDS = {
-    "F": simulate_model.FORWARD,
-    "B": simulate_model.BACKWARD,
-    "I": simulate_model.INPUT,
-    "W": simulate_model.WEIGHT,
+    "F": model.FORWARD,
+    "B": model.BACKWARD,
+    "I": model.INPUT,
+    "W": model.WEIGHT,
 }
 
 
-def _actions(action: Any) -> Iterable[simulate_model.Action]:
+def _actions(action: Any) -> Iterable[model.Action]:
     """torch's action, or the two it does at once, one after the other; None and what is no computation: none."""
     if action is None:
         return ()

@@ -42,7 +42,7 @@ class Coded(NamedTuple):
 @dataclass(frozen=True)
 class Constants:
     """Seconds beside compute, codec and transfer: `overheads`, and a round of the exchange of norms without the link's
-    delay. The defaults are stated, not measured: about what replays show on two idle cores. `simulate_report.against`
+    delay. The defaults are stated, not measured: about what replays show on two idle cores. `report.against`
     fits them to runs."""
 
     overheads: Overheads = field(default_factory=lambda: Overheads(action_s=0.00045, message_s=0.0002, step_s=0.0015))

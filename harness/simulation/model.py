@@ -1,4 +1,4 @@
-"""What simulate.py takes and gives: stages, messages, links, orders, a step predicted. Seconds, bytes. No torch.
+"""What steps.py takes and gives: stages, messages, links, orders, a step predicted. Seconds, bytes. No torch.
 
 >>> [list(order) for order in orders("1f1b", 2, 2)][1]
 [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
@@ -136,12 +136,6 @@ def orders(schedule: str, stages: int, microbatches: int, passes: int = 1) -> li
     """What each rank does, one stage a rank, by torch's `gpipe` or `1f1b`; `microbatches` of each pass."""
     made = {"gpipe": _gpipe, "1f1b": _1f1b}[schedule]
     return [_Order(made, stage, stages, microbatches, passes) for stage in range(stages)]
-
-
-def wire_bytes(payload_bytes: float, *, header_bytes: int, added_bytes: int, mtu: int) -> float:
-    """Layer-2 bytes of one message: payload, frame header, what the transport adds, and 66 B a TCP segment."""
-    sent = payload_bytes + header_bytes + added_bytes
-    return sent + 66 * math.ceil(sent / (mtu - 52))
 
 
 def ring_s(num_bytes: float, groups: int, link: Link, message_s: float = 0.0) -> float:

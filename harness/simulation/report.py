@@ -11,9 +11,7 @@ from thinpipe.harness import metrics
 from thinpipe.harness import profile as profiles
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import Cell, Experiment
-from thinpipe.harness.simulation import cells as simulate_cells
-from thinpipe.harness.simulation import costs as simulate_costs
-from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation import cells, costs, wan
 from thinpipe.harness.simulation.cells import Setting
 from thinpipe.harness.simulation.cluster import cluster
 from thinpipe.harness.simulation.costs import Codecs, Constants
@@ -46,7 +44,7 @@ def setting(
 
 def predict(experiment: Experiment, setting: Setting) -> dict[str, Any]:
     """{experiment, network, constants, cells, against: None, files: []}: every cell simulated, codecs timed here."""
-    return _data(experiment, setting, simulate_cells.cells(experiment.cells(), setting, Codecs()))
+    return _data(experiment, setting, cells.cells(experiment.cells(), setting, Codecs()))
 
 
 def against(experiment: Experiment, store: Store, setting: Setting) -> dict[str, Any]:
@@ -65,13 +63,13 @@ def against(experiment: Experiment, store: Store, setting: Setting) -> dict[str,
         raise UserError(f'{experiment.name} has no finished replay: `thinpipe run` one with compute = "replay".')
     good = replays[replays["fidelity"] == "ok"]
     read = {run_id: _read(store, run_id) for run_id in dict.fromkeys(good["run_id"])}
-    codecs = Codecs(simulate_costs.of_runs((spec, spans) for spec, _, spans in read.values()))
+    codecs = Codecs(costs.of_runs((spec, spans) for spec, _, spans in read.values()))
     fitting = [read[run_id] for run_id in dict.fromkeys(good[good["part"] == FITTED]["run_id"])]
     if fitting:
         setting = replace(setting, constants=constants(fitting, codecs))
     origin = f"fitted to {len(fitting)} replays of part {FITTED!r}" if fitting else DEFAULTS
-    cells = [cell for cell in experiment.cells() if cell.runs[0][1].compute == "replay"]
-    found = [row | _measured(cell, replays) for row, cell in zip(_rows(cells, setting, codecs), cells, strict=True)]
+    waits = [cell for cell in experiment.cells() if cell.runs[0][1].compute == "replay"]
+    found = [row | _measured(cell, replays) for row, cell in zip(_rows(waits, setting, codecs), waits, strict=True)]
     data = _data(experiment, setting, found) | {"against": verdict(found), "constants_from": origin}
     columns = metrics.TABLES[TABLE]
     table = [{name: row.get(name) for name in columns} | {"experiment": experiment.name} for row in found]
@@ -83,20 +81,20 @@ def against(experiment: Experiment, store: Store, setting: Setting) -> dict[str,
     return data
 
 
-def _rows(cells: Sequence[Cell], setting: Setting, codecs: Codecs) -> list[dict[str, Any]]:
-    return [simulate_cells.row(cell, setting, codecs) | {"fitted": cell.part == FITTED} for cell in cells]
+def _rows(found: Sequence[Cell], setting: Setting, codecs: Codecs) -> list[dict[str, Any]]:
+    return [cells.row(cell, setting, codecs) | {"fitted": cell.part == FITTED} for cell in found]
 
 
-def _data(experiment: Experiment, setting: Setting, cells: list[dict[str, Any]]) -> dict[str, Any]:
+def _data(experiment: Experiment, setting: Setting, rows: list[dict[str, Any]]) -> dict[str, Any]:
     specs = {cell.cell_id: cell.runs[0][1] for cell in experiment.cells()}
-    elsewhere = [cluster(row, specs[row["cell"]], setting) for row in cells if row["beyond"]]
+    elsewhere = [cluster(row, specs[row["cell"]], setting) for row in rows if row["beyond"]]
     used = setting.constants
     return {
         "experiment": experiment.name,
         "network": setting.wan.name if setting.wan else None,
         "constants_from": DEFAULTS,
         "constants": {**used.overheads.__dict__, "sync_round_s": used.sync_round_s},
-        "cells": cells,
+        "cells": rows,
         "cluster": elsewhere[0] if elsewhere else None,
         "against": None,
         "files": [],
@@ -114,16 +112,16 @@ def _read(store: Store, run_id: str) -> tuple[RunSpec, pd.DataFrame, pd.DataFram
 
 def constants(runs: Sequence[tuple[RunSpec, pd.DataFrame, pd.DataFrame]], codecs: Codecs) -> Constants:
     """The constants of some replays with one stage a rank."""
-    residues: list[simulate_costs.Residue] = []
+    residues: list[costs.Residue] = []
     late: list[float] = []
     for spec, steps, spans in runs:
         assert spec.profile is not None, "a replay has a profile"
         times = [Times(*stage) for stage in profiles.of_spec(profiles.load(spec.profile), spec)]
-        residues.append(simulate_costs.residue(spec, times, steps, spans))
-        late += simulate_costs.latencies(spans, simulate_cells.idle_transfers(spec, codecs))
+        residues.append(costs.residue(spec, times, steps, spans))
+        late += costs.latencies(spans, cells.idle_transfers(spec, codecs))
     if not late:
         raise UserError(f"no message of part {FITTED!r} was waited for: lower its network.rate_mbit.")
-    return simulate_costs.fitted(residues, late)
+    return costs.fitted(residues, late)
 
 
 def _measured(cell: Cell, replays: pd.DataFrame) -> dict[str, Any]:

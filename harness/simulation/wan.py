@@ -20,10 +20,9 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
+from thinpipe.harness import shipped
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.simulation.model import Link
 
@@ -32,7 +31,7 @@ KEYS = ("name", "source", "regions", "delay_ms", "rate_mbit")
 
 @dataclass(frozen=True)
 class Wan:
-    """A matrix of links. rates: bytes a second by (from second, rate), as simulate.Link has them."""
+    """A matrix of links. rates: bytes a second by (from second, rate), as model.Link has them."""
 
     name: str
     source: str
@@ -49,25 +48,11 @@ class Wan:
         return Link(self.rates[i][j], self.delay_s[i][j])
 
 
-def names() -> list[str]:
-    """The matrices that come with the package."""
-    folder = resources.files("thinpipe.experiments") / "wan"
-    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
-
-
 def load(name_or_path: str) -> Wan:
     """A matrix by name, or by the path of its file. Raises UserError naming the file and what is wrong with it."""
-    known = names()
+    text = shipped.read(name_or_path, "wan", "network", "docs/simulate.md says how one is written")
     try:
-        if name_or_path in known:
-            text = (resources.files("thinpipe.experiments") / "wan" / f"{name_or_path}.json").read_text("utf-8")
-        elif name_or_path.endswith(".json") or "/" in name_or_path:
-            text = Path(name_or_path).expanduser().read_text("utf-8")
-        else:
-            raise UserError(f"unknown network {name_or_path!r}.{near_miss(name_or_path, known)} Or give a file's path.")
         data = json.loads(text)
-    except OSError as error:
-        raise UserError(f"cannot read the network {name_or_path}: {error}") from None
     except ValueError as error:
         raise UserError(f"network {name_or_path} is no JSON: {error}") from None
     return _parse(data, f"network {name_or_path}")
@@ -130,8 +115,9 @@ def best_order(wan: Wan, ranks: int, message_bytes: float, microbatches: int) ->
     """The order of regions in which a chain of `ranks` is predicted to pass `microbatches` messages soonest.
 
     A chain's cost is what GPipe's formula makes of its links: the sum of delays and transfers, and microbatches - 1
-    times the longest transfer. From each region the nearest one not yet used is taken, then pieces of the order are
-    turned round, and regions moved, as long as that helps (2-opt and or-opt, a local search; all starts are tried).
+    times the longest transfer, at the rates of second 0. From each region the nearest one not yet used is taken, then
+    pieces of the order are turned round, and regions moved, as long as that helps (2-opt and or-opt, a local search;
+    all starts are tried).
     """
     count = min(ranks, len(wan.regions))
 

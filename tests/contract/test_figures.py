@@ -221,6 +221,7 @@ def test_one_seed_is_said_to_have_no_interval(make, tables):
 
 
 def test_two_parts_are_two_figures(plugin, make, tables, whole):
+    tables = few(tables)
     runs = tables["runs"]
     twice = {**tables, "runs": pd.concat([runs, runs.assign(part="again-" + runs["part"])])}
     part = re.search(r"part (\w+)\.", caption_of(whole)).group(1)
@@ -274,6 +275,7 @@ def test_tables_with_nothing_to_draw_are_told_so(plugin, tables, tmp_path, chang
 
 @pytest.mark.parametrize("change", ["diverged", "failed", "nan"])
 def test_a_method_without_numbers_does_not_keep_others_from_being_drawn(make, tables, change):
+    tables = few(tables, "DirectQ fw2 bw8")
     if change == "nan":
         bare = without_numbers(tables, math.nan)
     else:
@@ -334,7 +336,7 @@ def register(monkeypatch, tmp_path):
 
 def test_all_figures_are_drawn_and_one_without_data_is_skipped(register, tables):
     folder = register()
-    timing = only(tables, lambda runs: runs["measure"] == "timing")
+    timing = only(few(tables), lambda runs: runs["measure"] == "timing")
     written, skipped = figures.draw(timing, folder)
     assert {path.stem for path in written} == {"bandwidth_vs_bits"}
     assert list(skipped) == ["final_loss"]
@@ -357,7 +359,7 @@ def test_all_figures_are_drawn_and_one_without_data_is_skipped(register, tables)
 def test_a_figure_that_breaks_is_named_and_the_others_are_drawn(register, tables, text, message):
     folder = register(a_broken_one=text)
     with pytest.raises(figures.UndrawnError, match=f"no figure a_broken_one: .*{message}") as caught:
-        figures.draw(tables, folder)
+        figures.draw(few(tables), folder)
     assert {path.stem for path in caught.value.written} == {"bandwidth_vs_bits", "final_loss"}
 
 

@@ -7,7 +7,6 @@ import pytest
 from reference import plain_loop
 from runs import Lab, small
 from thinpipe.harness import emulate
-from thinpipe.harness.runner import Session
 
 CASES = {
     "plain": {},
@@ -31,12 +30,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with Session(calibrated=False) as session:
-        yield Lab(session, tmp_path_factory.mktemp("emulate"))
-
-
 def test_one_process_is_the_plain_loop() -> None:
     """Against torch and transformers alone, without any of ours between."""
     spec = small(pipeline={"stages": 3, "microbatches": 4})
@@ -48,11 +41,11 @@ def test_one_process_is_the_plain_loop() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("plain", "memories") else n for n in CASES]
 )
-def test_one_process_gives_the_numbers_of_the_run(lab: Lab, name: str) -> None:
+def test_one_process_gives_the_numbers_of_the_run(trained: Lab, name: str) -> None:
     spec = small(pipeline={"stages": 3, "microbatches": 4}, **CASES[name])
     found = emulate.run(spec)
-    assert found.losses == lab.losses(spec)
-    evals = lab.rows(spec, "evals").sort_values("step")
+    assert found.losses == trained.losses(spec)
+    evals = trained.rows(spec, "evals").sort_values("step")
     assert [(row.epoch, row.eval_loss) for row in evals.itertuples()] == [(e, loss) for e, loss, _ in found.evals]
-    sent = lab.rows(spec, "transfers").groupby(["direction", "boundary"])["frame_bytes"].sum()
+    sent = trained.rows(spec, "transfers").groupby(["direction", "boundary"])["frame_bytes"].sum()
     assert {key: int(value) for key, value in sent.items()} == dict(found.frame_bytes)

@@ -36,11 +36,15 @@ def namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=10, check=True).stdout
 
 
+@pytest.fixture(scope="module")
+def session():
+    with Session(calibrated=False, launcher=Holding(), limit_s=6.0) as opened:
+        yield opened
+
+
 @pytest.fixture
-def held(tmp_path):
-    launcher = Holding()
-    with Session(calibrated=False, launcher=launcher, limit_s=6.0) as session:
-        yield Lab(session, tmp_path), launcher
+def held(session, tmp_path):
+    return Lab(session, tmp_path), session.launcher
 
 
 def strike(lab, launcher, blow, at=3):

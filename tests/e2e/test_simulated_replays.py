@@ -9,8 +9,7 @@ import pytest
 from thinpipe.harness import experiment
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.runner import Session
-from thinpipe.harness.simulation import cells as simulate_cells
-from thinpipe.harness.simulation import report as simulate_report
+from thinpipe.harness.simulation import cells, report
 from thinpipe.harness.simulation.costs import Codecs
 from thinpipe.harness.store import Store
 
@@ -57,7 +56,7 @@ def test_bytes_are_predicted_to_the_byte(store, grid):
         rows = pd.concat([pd.read_parquet(p) for p in store.run_dir(spec.run_id).glob("transfers.rank*.parquet")])
         last = rows[rows["step"] == rows["step"].max()]
         for direction in ("forward", "backward"):
-            for boundary, message in enumerate(simulate_cells.messages(spec, direction, Codecs())):
+            for boundary, message in enumerate(cells.messages(spec, direction, Codecs())):
                 sent = last[(last["direction"] == direction) & (last["boundary"] == boundary)].iloc[0]
                 frame = sent["frame_bytes"] / sent["messages"]
                 segments = -(-(frame + 96) // 1448)
@@ -65,16 +64,16 @@ def test_bytes_are_predicted_to_the_byte(store, grid):
 
 
 def test_flagged_replays_are_left_out_and_others_are_held_against(store, grid):
-    found = simulate_report.against(grid, store, simulate_report.setting())
+    found = report.against(grid, store, report.setting())
     assert found["against"] | {"holds": False} == found["against"]
     assert (found["against"]["cells"], found["against"]["flagged"], found["against"]["fitted"]) == (0, 2, 1)
     assert not any("predicted_vs_measured" in name for name in found["files"])
     unflagged(store, grid)
-    found = simulate_report.against(grid, store, simulate_report.setting())
+    found = report.against(grid, store, report.setting())
     assert found["constants_from"].startswith("fitted to 1 replays")
     assert found["against"]["cells"] == 2
     for row, cell in zip(found["cells"], grid.cells(), strict=True):
-        usual = simulate_cells.row(cell, simulate_report.setting(), Codecs())["predicted_step_time_s"]
+        usual = cells.row(cell, report.setting(), Codecs())["predicted_step_time_s"]
         # A busy machine makes a step, and the constants fitted to it, longer than they are; never much shorter.
         assert usual < 1.15 * row["measured_step_time_s"], row
         assert row["predicted_step_time_s"] > 0.9 * usual, row
@@ -82,11 +81,11 @@ def test_flagged_replays_are_left_out_and_others_are_held_against(store, grid):
     table = pd.read_parquet(store.experiment_dir("grid") / "tables" / "predictions.parquet")
     assert list(table["fitted"]) == [True, False, False]
     assert any(name.endswith("predicted_vs_measured.svg") for name in found["files"])
-    simulate_report.render(found)
+    report.render(found)
 
 
 def test_options_that_no_run_was_made_with_are_refused(store, grid):
     with pytest.raises(UserError, match="leave out --profile"):
-        simulate_report.against(grid, store, simulate_report.setting(stages=8))
+        report.against(grid, store, report.setting(stages=8))
     with pytest.raises(UserError, match="--wan NAME"):
-        simulate_report.setting(best_order=True)
+        report.setting(best_order=True)

@@ -172,6 +172,15 @@ def test_fidelity_flags_say_why():
     assert pair["flags"] == ["link-off"], "two groups of one rank have one"
 
 
+def test_a_replay_whose_work_outlasts_its_profile_is_flagged():
+    assert audit.fidelity(SPEC, 1.0, [LINK], 1.9)["flags"] == []
+    over = audit.fidelity(SPEC, 1.0, [LINK], 12.34)
+    assert over["flags"] == ["cpu-bound"]
+    assert "overrun by 12.3 %" in over["reasons"][0]
+    both = audit.fidelity(SPEC, 7.5, [LINK], 12.34)
+    assert (both["flags"], len(both["reasons"])) == (["cpu-bound"], 2)
+
+
 def test_the_worst_link_is_reported():
     slow = LINK | {"measured_rate_mbit": 50.0, "rtt_ms": 9.0}
     assert audit.worst_link([LINK, slow]) == {"measured_rate_mbit": 50.0, "measured_rtt_ms": 9.0}

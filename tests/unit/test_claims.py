@@ -18,6 +18,7 @@ from thinpipe.harness import claims, metrics
 from thinpipe.harness import declared as declared_module
 from thinpipe.harness.claims import metrics as claim_metrics
 from thinpipe.harness.claims import render as render_claims
+from thinpipe.harness.claims.scope import Network
 from thinpipe.harness.claims.subject import REQUIRED, NoValue, Subject
 from thinpipe.harness.claims.times import gpipe_bound_s, speed_up
 from thinpipe.harness.claims.verdict import LEVEL, decide, obeys
@@ -25,7 +26,7 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.experiment import expand
 from thinpipe.harness.profile import StageTimes
 from thinpipe.harness.spec import RunSpec
-from thinpipe.harness.stats import interval, t_quantile
+from thinpipe.harness.stats import TOLERANCE, interval, t_quantile
 
 KEYS = ("experiment", "claim", "state", "value", "bound", "interval", "n", "source")
 
@@ -172,6 +173,41 @@ def test_equivalence():
     assert held["value"] == pytest.approx((2.1 * 2.0 * 2.05) ** (1 / 3))
 
 
+@pytest.mark.parametrize(
+    ("item", "left", "right"),
+    [
+        # Of each the logs, or the products, are apart by a rounding: log 2.2 - log 2.0 > log 1.1.
+        ({"relation": "<=", "factor": 1.1}, 2.2, 2.0),
+        ({"relation": ">=", "factor": 1.1}, 2.2, 2.0),
+        ({"relation": "<=", "factor": 0.1}, 0.3, 3.0),
+        ({"relation": ">=", "factor": 0.1}, 0.3, 3.0),
+        ({"relation": "<=", "factor": 1.1, "args": {"scale": "difference"}}, 3.3, 3.0),
+        ({"relation": ">=", "factor": 1.1, "args": {"scale": "difference"}}, 3.3, 3.0),
+        ({"relation": "~", "margin": 0.1}, 3.3, 3.0),
+        ({"relation": "~", "margin": 0.1}, 3.0, 3.3),
+    ],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_value_at_its_bound_is_at_it(item, left, right, exact):
+    found = losses(declared({**item, "exact": exact}), AQ=[left] * 3, FP32=[right] * 3)
+    assert found["state"] == "holds"
+    strict = {"<=": "<", ">=": ">"}.get(item["relation"])
+    if strict:
+        against = losses(declared({**item, "exact": exact, "relation": strict}), AQ=[left] * 3, FP32=[right] * 3)
+        assert against["state"] == "fails"
+
+
+def test_what_is_off_by_more_than_rounding_is_not_equal():
+    demo = declared({"relation": "<=", "exact": True})
+    assert losses(demo, AQ=[1e9 + 1] * 3, FP32=[1e9] * 3)["state"] == "fails"
+
+
+@pytest.mark.parametrize("bound", [10.0, 3.0, 0.1, 1.7])
+def test_a_bound_is_reported_as_it_was_written(bound):
+    found = losses(declared({"bound": bound, "other": None, "relation": "<="}), AQ=[bound] * 3)
+    assert (found["bound"], found["value"], found["state"]) == (bound, bound, "holds")
+
+
 def test_equal_is_bit_equal_and_one_counterexample_is_enough():
     demo = declared({"relation": "=="})
     assert losses(demo, AQ=[1.0, 2.0, 3.0], FP32=[1.0, 2.0, 3.0])["state"] == "holds"
@@ -224,6 +260,17 @@ def test_where_more_is_better_a_diverged_run_is_the_least():
     assert judged(demo, runs)["state"] == "holds"
     demo = declared({**item, "relation": ">="})
     assert judged(demo, runs)["state"] == "fails"
+
+
+def test_seeds_that_only_one_side_has_are_named():
+    parts = [{"name": "loss", "arm": [{"label": "FP32"}, {"label": "AQ", "compression.forward": "fixpoint:2"}]}]
+    demo = declared({}, part=parts, seeds=range(5))
+    (part,) = demo.parts
+    cells = tuple(replaced if cell.arm == "FP32" else cell for cell in part.cells
+                  for replaced in [dataclasses.replace(cell, runs=cell.runs[:3])])  # fmt: skip
+    demo = dataclasses.replace(demo, parts=(dataclasses.replace(part, cells=cells),))
+    found = losses(demo, AQ=[1.0, 1.1, 0.9, 9.0, 9.0], FP32=[2.0, 2.1, 1.9])
+    assert (found["state"], found["n"], found["why"]) == ("holds", 3, "only one side has seeds 3, 4")
 
 
 def test_missing_runs_keep_a_claim_open():
@@ -334,7 +381,15 @@ def test_one_cell_of_the_other_side_serves_all():
 def test_failing_by_one_of_many_takes_a_wider_interval():
     values = {0: 0.5, 1: 0.2, 2: 0.4}
     assert decide(values, "<").state == "fails"
-    assert decide(values, "<", tests=40).state == "undecided"
+    wide = decide(values, "<", tests=40)
+    assert wide.state == "undecided"
+    assert wide.why.startswith("against it, but not at the level for 40 pairs")
+    mean, deviation = sum(values.values()) / 3, pd.Series(values).std()
+    level = 1 - (1 - LEVEL) / 40
+    low = {n: mean - t_quantile(level, n - 1) * deviation / math.sqrt(n) for n in (wide.needs - 1, wide.needs)}
+    assert low[wide.needs] > 0 > low[wide.needs - 1]
+    outside = decide({seed: -v for seed, v in values.items()}, "~", margin=0.01, tests=40)
+    assert (outside.state, outside.why.partition(",")[0], outside.needs > 3) == ("undecided", "against it", True)
     # Holding needs no correction: every pair has to.
     assert decide({s: -v for s, v in values.items()}, "<", tests=40).state == "holds"
 
@@ -558,15 +613,17 @@ def test_the_bound_is_the_published_model(stages, micro, transfer):
     assert gpipe_bound_s(times, links, links, micro) == pytest.approx(phase(0.05) + phase(0.15))
 
 
-def test_a_replayed_step_over_its_bound():
+@pytest.mark.parametrize("mtu", [1500, 9000])
+def test_a_replayed_step_over_its_bound(mtu):
     spec = RunSpec.model_validate({
         "model": {"preset": "xl"}, "task": {"sequence_length": 1024}, "measure": "timing", "compute": "replay",
-        "profile": "v100-gpt2-xl", "pipeline": {"stages": 8, "microbatches": 2}, "network": {"rate_mbit": 500},
+        "profile": "v100-gpt2-xl", "pipeline": {"stages": 8, "microbatches": 2},
+        "network": {"rate_mbit": 500, "mtu": mtu},
         "train": {"batch_size": 2, "recompute": True},
     })  # fmt: skip
     from thinpipe.harness import profile
 
-    frame = 1448 * 100
+    frame = (mtu - 52) * 100
     sent = [{"epoch": 1, "direction": d, "boundary": b, "frame_bytes": 2 * frame, "messages": 2}
             for d in ("forward", "backward") for b in range(7)]  # fmt: skip
     tau = [8 * (frame + 66 * 100) / 500e6] * 7
@@ -578,42 +635,93 @@ def test_a_replayed_step_over_its_bound():
         value("step_time_over_bound", row=row, transfers=sent)
 
 
-def curve_rows(step_s, rate=100.0, **more):
-    return [{"rate_mbit": rate, "time_of": None, "fidelity": "ok", "step": 2 * epoch, "epoch": epoch,
-             "t_s": 2 * epoch * step_s, **more} for epoch in (1, 2, 3)]  # fmt: skip
+@functools.cache
+def link(rate=100.0, **more):
+    return RunSpec.model_validate({"network": {"rate_mbit": rate, **more}})
+
+
+@functools.cache
+def network_id(spec):
+    return spec.network_id
+
+
+HERE = Network((link(),))
+
+
+def curve_rows(step_s, spec=None, losses=(3.5, 1.75, 1.1), **more):
+    return [{"network_id": network_id(spec or link()), "time_of": None, "fidelity": "ok", "step": 2 * epoch,
+             "epoch": epoch, "t_s": 2 * epoch * step_s, "train_loss": loss, "timing_run_id": None, "composed": False,
+             "flagged_runs": 0, **more} for epoch, loss in enumerate(losses, 1)]  # fmt: skip
 
 
 def test_time_and_bytes_to_target():
-    slow = [{**row, "train_loss": None if row["train_loss"] is None else row["train_loss"] + 1} for row in STEPS]
     sent = [{"step": row["step"], "frame_bytes": 10} for row in STEPS]
-    # The other ends at mean(2.2, 2.0) = 2.1; the run is below it after its 4th step: mean(2.0, 1.5) = 1.75.
-    base = subject(steps=slow, curves=curve_rows(1.0), network=(100.0, None))
-    given = {"steps": STEPS, "transfers": sent, "curves": curve_rows(0.5), "network": (100.0, None)}
-    assert value("time_to_target_s", reference=base, **given) == pytest.approx(4 * 0.5)
+    # The other ends at 2.1; of the run the epochs' means are 3.5, 1.75, 1.1.
+    base = subject({"final_train_loss": 2.1})
+    given = {"steps": STEPS, "transfers": sent, "curves": curve_rows(0.5), "network": HERE}
+    assert value("time_to_target_s", reference=base, **given) == 4 * 0.5
     assert value("bytes_to_target", reference=base, **given) == 4 * 2 * 10
     assert value("time_to_target_s", reference=base, args={"tolerance": 0.1}, **given) == math.inf
+    assert value("time_to_target_s", reference=base, args={"tolerance": 2.0}, **given) == 2 * 0.5
+    with pytest.raises(NoValue, match="sets the target"):
+        value("time_to_target_s", reference=subject({"state": "diverged", "final_train_loss": 2.1}), **given)
     assert value("total_time_s", **given) == 3.0
-    own = {**given, "steps": slow, "curves": curve_rows(1.0)}
-    assert value("time_to_target_s", reference=base, **own) == 6.0, "the target is its own last loss"
-    with pytest.raises(NoValue, match="has no curve at 30 Mbit/s"):
-        value("total_time_s", **{**given, "network": (30.0, None)})
     two = [*curve_rows(0.5, time_of="a"), *curve_rows(0.6, time_of="b")]
     with pytest.raises(NoValue, match="several things timed it"):
         value("total_time_s", **{**given, "curves": two})
     assert value("total_time_s", args={"time_of": "b"}, **{**given, "curves": two}) == pytest.approx(3.6)
 
 
+@pytest.mark.parametrize("last", [2.0, 2.0 / TOLERANCE, 1.96])
+def test_claims_and_figures_reach_a_target_at_the_same_time(last):
+    from thinpipe.plots import _composed
+
+    rows = curve_rows(0.5, losses=(3.0, 2.0, 1.9999), arm="a", seed=0, state="done")
+    runs = pd.DataFrame([{"arm": "FP32", "seed": 0, "state": "done", "final_train_loss": last}])
+    shown = _composed.reached(pd.DataFrame(rows), _composed.targets(runs, "FP32"))["a"].times.get(0, math.inf)
+    assert value("time_to_target_s", curves=rows, network=HERE, reference=subject({"final_train_loss": last})) == shown
+    assert f"({TOLERANCE} unless given)" in claim_metrics.REGISTRY["time_to_target_s"].meaning
+
+
+def test_a_curve_is_found_by_its_network_not_by_its_rate():
+    short = link(queue_ms=10.0)
+    both = [*curve_rows(0.5), *curve_rows(2.0, short)]
+    assert value("total_time_s", curves=both, network=HERE) == 3.0
+    assert value("total_time_s", curves=both, network=Network((short,))) == 12.0
+    lacking = [{"network_id": network_id(spec), "time_of": None, "missing": f"no timing run of {name}"}
+               for name, spec in (("a", link(30.0)), ("b", link(30.0, queue_ms=10.0)))]  # fmt: skip
+    with pytest.raises(NoValue, match=r"^has no curve at 30 Mbit/s \(no timing run of a\)$"):
+        value("total_time_s", curves=both, composition=lacking, network=Network((link(30.0),)))
+    with pytest.raises(NoValue, match="several networks of 100 Mbit/s"):
+        value("total_time_s", curves=both, network=Network((link(), short)))
+
+
 def test_speed_up_accounting():
     assert speed_up(6.8, 10, 1) == pytest.approx(10 / (1 + 9 / 6.8))
     assert speed_up(8.5, 10, 1) == pytest.approx(10 / (1 + 9 / 8.5))
     assert value("accounting", args={"s": 2.0, "epochs": 4}) == 1.6
-    # A first epoch as slow as the other's, the two after four times as fast: 6 / (2 + 4 / 4) = 2.
-    fast = [{**row, "t_s": 2 + (row["step"] - 2) * 0.25} for row in curve_rows(1.0)]
-    slow = subject(curves=curve_rows(1.0), network=(100.0, None))
-    given = {"row": {"warmup_epochs": 1}, "network": (100.0, None), "reference": slow}
-    assert value("accounting_ratio", curves=fast, **given) == pytest.approx(1.0)
-    fast[-1]["t_s"] += 1.0
-    assert value("accounting_ratio", curves=fast, **given) != pytest.approx(1.0, abs=0.01)
+
+
+def full_run(step_s, ends_s, *, composed=False, fidelity="ok", **more):
+    """A run of three epochs whose ends were measured, and what the timing runs of its network say of its steps."""
+    rows = [{**row, "t_s": t_s} for row, t_s in zip(curve_rows(1.0, composed=composed), ends_s, strict=True)]
+    about = {"network_id": network_id(link()), "time_of": None, "fidelity": fidelity, "missing": None}
+    return {"curves": rows, "composition": [{**about, "step_s": step_s, "measured_s": ends_s[-1]}], **more}
+
+
+def test_the_accounting_is_held_against_what_was_measured_in_full():
+    # A first epoch as slow as the other's, the two after four times as fast as timed: 6 / (2 + 4 / 4) = 2.
+    slow = subject(**full_run(1.0, (2.0, 4.0, 6.0)), network=HERE)
+    given = {"row": {"warmup_epochs": 1}, "network": HERE, "reference": slow}
+    assert value("accounting_ratio", **full_run(0.25, (2.0, 2.5, 3.0)), **given) == pytest.approx(1.0)
+    # The whole took longer than its timed steps say: what a composed curve could never show.
+    assert value("accounting_ratio", **full_run(0.25, (2.0, 3.0, 4.0)), **given) == pytest.approx(0.75)
+    with pytest.raises(NoValue, match="composed, of which the accounting is an identity"):
+        value("accounting_ratio", **full_run(0.25, (2.0, 2.5, 3.0), composed=True), **given)
+    with pytest.raises(NoValue, match="flagged"):
+        value("accounting_ratio", **full_run(0.25, (2.0, 2.5, 3.0), fidelity="link-off"), **given)
+    with pytest.raises(NoValue, match="no timing run has its last epoch's compressors"):
+        value("accounting_ratio", **full_run(None, (2.0, 2.5, 3.0)), **given)
 
 
 def test_composition_error():
@@ -623,14 +731,19 @@ def test_composition_error():
         value("composition_error", composition=rows[2:])
 
 
-def curves_of(experiment, step_s, flagged=(), timing="a+b+c"):
-    """A curve for each run of part `loss` at each rate: step_s[arm] at 100 Mbit/s, slower in proportion below."""
+def curves_of(experiment, step_s, flagged=(), timing="a+b+c", left_out=0):
+    """A curve for each run of part `loss` at each network of part `time`: step_s[arm] at 100 Mbit/s, slower in
+    proportion below. timing: the timing runs of all seeds, or of each."""
     rows = []
-    for cell, rate in itertools.product(experiment.parts[0].cells, (100, 30, 10)):
+    timed = {cell.runs[0][1].network: cell.runs[0][1] for cell in experiment.parts[1].cells}
+    for cell, at in itertools.product(experiment.parts[0].cells, timed.values()):
+        rate = at.network.rate_mbit
         for seed, spec in cell.runs:
             flag = "link-off" if (cell.arm, rate, seed) in flagged else "ok"
-            own = curve_rows(step_s[cell.arm] * 100 / rate, float(rate), fidelity=flag, timing_run_id=timing)
-            rows += [{"run_id": spec.run_id, **row} for row in own]
+            ids = timing if timing is None or isinstance(timing, str) else timing[seed]
+            own = {"fidelity": flag, "timing_run_id": ids, "composed": ids is not None, "flagged_runs": left_out}
+            own = curve_rows(step_s[cell.arm] * 100 / rate, at, **own)
+            rows += [{"run_id": run_id(spec), **row} for row in own]
     return pd.DataFrame(rows)
 
 
@@ -649,27 +762,68 @@ def test_a_claim_about_curves_has_the_networks_of_the_timing_runs():
     assert (one["state"], one["why"]) == ("undecided", "6 runs: no rows of curves")
 
 
-@pytest.mark.parametrize(("timing", "state", "n"), [("a", "undecided", 1), ("a+b", "undecided", 2), (None, "holds", 3)])
+STEP_S = {"FP32": 1.0, "AQ": 0.5, "Direct": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("timing", "state", "n"),
+    [("a", "undecided", 1), ("a+b", "undecided", 2), (None, "holds", 3), ("abc", "holds", 3), ("aab", "undecided", 2)],
+)
 def test_more_trainings_do_not_make_a_composed_time_surer(timing, state, n):
     demo = declared({"metric": "total_time_s", "where": {"network.rate_mbit": 10}})
     runs = run_rows(demo, {"AQ": [1.0] * 3, "FP32": [1.0] * 3})
-    found = judged(demo, runs, curves=curves_of(demo, {"FP32": 1.0, "AQ": 0.5, "Direct": 0.5}, timing=timing))
+    timing = dict(enumerate(timing)) if timing in ("abc", "aab") else timing
+    found = judged(demo, runs, curves=curves_of(demo, STEP_S, timing=timing))
     assert (found["state"], found["n"]) == (state, n)
+    assert (f"composed of those of {n} timing run" in found["why"]) == (n < 3)
+
+
+def test_the_interval_of_trainings_that_share_times_is_of_as_many_as_the_timing_runs():
+    demo = declared({"metric": "total_time_s", "where": {"network.rate_mbit": 10}}, seeds=range(6))
+    runs = run_rows(demo, {"AQ": [1.0] * 6, "FP32": [1.0] * 6})
+    curves = curves_of(demo, STEP_S, timing=dict(enumerate(("a", "b", "c", "a+b+c", "a+b+c", "a+b+c"))), left_out=1)
+    own = dict(
+        zip((run_id(spec) for _, spec in demo.parts[0].cells[1].runs), (1.0, 1.1, 1.2, 1.1, 1.1, 1.1), strict=True)
+    )
+    found = judged(demo, runs, curves=curves.assign(t_s=curves["t_s"] * curves["run_id"].map(own).fillna(1.0)))
+    logs = [math.log(0.5 * factor) for factor in own.values()]
+    spread = pd.Series(logs).std()
+    half = t_quantile(LEVEL, 2) * spread / math.sqrt(3)
+    mean = sum(logs) / 6
+    assert (found["state"], found["n"]) == ("holds", 3)
+    assert found["interval"] == pytest.approx([math.exp(mean - half), math.exp(mean + half)])
+    assert "the times of 6 trainings are composed of those of 3 timing runs" in found["why"]
+    assert "left out 1 timing run: flagged" in found["why"]
+
+
+def test_networks_of_one_rate_are_hypotheses_apart():
+    item = {"metric": "total_time_s", "where": {"network.rate_mbit": 100}}
+    parts = [{"name": "loss"}, {"name": "time", "base": {"measure": "timing", "network.rate_mbit": 100},
+                                "axes": {"network.queue_ms": [100, 10]}}]  # fmt: skip
+    demo = declared(item, {**item, "where": {"network.queue_ms": 10}}, part=parts)
+    runs = run_rows(demo, {"AQ": [1.0] * 3, "FP32": [1.0] * 3})
+    curves = curves_of(demo, STEP_S, timing=dict(enumerate("abc")))
+    short = {cell.runs[0][1].network_id for cell in demo.parts[1].cells if cell.runs[0][1].network.queue_ms == 10}
+    slow_ids = {run_id(spec) for cell in demo.parts[0].cells if cell.arm == "AQ" for _, spec in cell.runs}
+    worse = curves["network_id"].isin(short) & curves["run_id"].isin(slow_ids)
+    every, one = judged(demo, runs, curves=curves.assign(t_s=curves["t_s"].where(~worse, 4 * curves["t_s"])))
+    assert [(pair["pair"], pair["state"]) for pair in every["pairs"]] == [
+        ("network.queue_ms 100", "holds"),
+        ("network.queue_ms 10", "fails"),
+    ]
+    assert (one["state"], one["value"]) == ("fails", pytest.approx(2.0))
 
 
 def test_a_target_of_another_arm():
     item = {"metric": "time_to_target_s", "arm": "AQ", "other": "Direct", "relation": "<=",
             "where": {"network.rate_mbit": 100}, "args": {"target": "FP32"}}  # fmt: skip
     demo = declared(item)
-    runs = run_rows(demo, {"AQ": [1.0] * 3, "FP32": [1.0] * 3, "Direct": [BAD, 1.0, 1.0]})
-    steps = pd.DataFrame(
-        [{"run_id": run_id, **row} for run_id in runs["run_id"] for row in STEPS]
-    )  # fmt: skip
-    curves = curves_of(demo, {"FP32": 1.0, "AQ": 0.5, "Direct": 0.6})
-    found = judged(demo, runs, curves=curves, steps=steps)
+    runs = run_rows(demo, {"AQ": [1.0] * 3, "FP32": [1.1] * 3, "Direct": [BAD, 1.0, 1.0]})
+    curves = curves_of(demo, {"FP32": 1.0, "AQ": 0.5, "Direct": 0.6}, timing=dict(enumerate("abc")))
+    found = judged(demo, runs, curves=curves)
     assert (found["state"], found["value"]) == ("holds", None), "a diverged run never gets there"
     runs = run_rows(demo, {"AQ": [1.0] * 3, "FP32": [BAD] * 3, "Direct": [1.0] * 3})
-    lost = judged(demo, runs, curves=curves, steps=steps)
+    lost = judged(demo, runs, curves=curves)
     assert "sets the target diverged" in lost["why"]
 
 

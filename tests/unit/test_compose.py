@@ -3,8 +3,11 @@
 import pandas as pd
 import pytest
 
-from thinpipe.harness import compose, metrics
+from thinpipe.harness import claims, compose, metrics
+from thinpipe.harness.errors import UserError
+from thinpipe.harness.experiment import expand
 from thinpipe.harness.spec import parse
+from thinpipe.plots import _composed
 
 BASE = {
     "task": {"num_sequences": 48},
@@ -90,7 +93,8 @@ def test_each_epoch_has_the_step_time_of_the_compressors_in_force_in_it():
     assert {(r["composed"], r["timing_run_id"], r["fidelity"], r["time_of"]) for r in rows} == {
         (True, DELTA.spec.run_id, "ok", None)
     }
-    assert about["composed_s"] == pytest.approx(5.2)
+    assert {row["network_id"] for row in [*rows, about]} == {DELTA.spec.network_id}
+    assert (about["composed_s"], about["step_s"]) == (pytest.approx(5.2), 0.3)
     assert about["missing"] is about["measured_s"] is about["total_error"] is None
     for row in rows:
         metrics.check("curves", row)
@@ -110,12 +114,52 @@ def test_a_method_without_first_visits_has_one_step_time_however_its_bytes_vary(
     assert curve(rows)[3]["t_s"] == pytest.approx(1.8)
 
 
-def test_the_median_over_timing_seeds_counts_and_one_flag_flags_the_curve():
-    several = [timing(AQ, 0.3 + 0.1 * s, 0.3, seed=s, fidelity="cpu-bound" if s == 2 else "ok") for s in range(3)]
-    rows, _ = compose.build([trained(AQ, [LATER] * 6), *several])
-    assert curve(rows)[3]["t_s"] == pytest.approx(6 * 0.4)
-    assert {row["fidelity"] for row in rows} == {"cpu-bound"}
-    assert rows[0]["timing_run_id"] == "+".join(sorted(use.spec.run_id for use in several))
+def ends(uses, trainings):
+    """(time, timing runs, flags, flagged runs left out) of the curve of each seed trained."""
+    rows, _ = compose.build([*(trained(AQ, [LATER] * 6, seed=seed) for seed in trainings), *uses])
+    return {
+        row["seed"]: (
+            round(row["t_s"] / 6, 6),
+            set(row["timing_run_id"].split("+")),
+            row["fidelity"],
+            row["flagged_runs"],
+        )
+        for row in rows
+        if row["epoch"] == 3
+    }
+
+
+def test_a_training_has_the_times_of_its_own_seed_and_the_median_where_that_was_not_timed():
+    several = [timing(AQ, step_s, 0.3, seed=seed) for seed, step_s in enumerate((0.3, 0.4, 0.7))]
+    ids = [use.spec.run_id for use in several]
+    found = ends(several, range(4))
+    assert found == {
+        **{seed: (time, {ids[seed]}, "ok", 0) for seed, time in enumerate((0.3, 0.4, 0.7))},
+        3: (0.4, set(ids), "ok", 0),
+    }
+
+
+def test_flagged_timing_runs_are_left_out_where_others_of_their_cell_are_not():
+    several = [timing(AQ, 0.1 + s, 0.3, seed=s, fidelity="cpu-bound" if s == 2 else "ok") for s in range(3)]
+    clear = {use.spec.run_id for use in several[:2]}
+    assert ends(several, [1, 2]) == {1: (1.1, {several[1].spec.run_id}, "ok", 1), 2: (0.6, clear, "ok", 1)}
+    every = [timing(AQ, 0.1 + s, 0.3, seed=s, fidelity="cpu-bound") for s in range(3)]
+    assert ends(every, [2]) == {2: (2.1, {every[2].spec.run_id}, "cpu-bound", 0)}
+
+
+def test_networks_of_one_rate_that_differ_otherwise_are_curves_apart():
+    queue = {"network": {"rate_mbit": 100.0, "queue_ms": 10.0}}
+    near = use_of(spec_of("timing", compression=AQ, **queue), [(0, LATER, 9.0, 0.6, True)] * 2, times=(0.6, 0.6))
+    rows, composition = compose.build([trained(AQ, [LATER] * 6), DELTA, near])
+    times = {row["network_id"]: row["t_s"] for row in rows if row["epoch"] == 3}
+    assert times == {DELTA.spec.network_id: pytest.approx(1.8), near.spec.network_id: pytest.approx(3.6)}
+    assert {row["network_id"] for row in composition} == times.keys()
+    # Figures tell networks apart by rate: they refuse to draw the two as one.
+    runs = pd.DataFrame([{**dict.fromkeys(_composed.OF_RUN), **rows[0], "train_id": "t"}])[_composed.OF_RUN]
+    with pytest.raises(UserError, match="2 different settings"):
+        _composed.curves({"curves": pd.DataFrame(rows)}, runs)
+    alone = pd.DataFrame([row for row in rows if row["network_id"] == near.spec.network_id])
+    assert len(_composed.curves({"curves": alone}, runs)) == 3
 
 
 def test_a_network_where_a_method_was_not_timed_gives_no_curve_and_says_which():
@@ -254,3 +298,47 @@ def test_boundaries_that_differ_cannot_be_told_of_a_model_of_another_depth():
     assert [row["missing"] for row in composition] == [
         "no timing run of forward delta(fixpoint:4), backward fixpoint:8"
     ]
+
+
+# --- claims about them ---
+
+
+def test_claims_read_what_was_composed():
+    claim = {"name": "total", "sentence": "s", "source": "ours", "part": "loss", "metric": "total_time_s",
+             "arm": "AQ", "other": "FP32", "relation": "<"}  # fmt: skip
+    whole = {**claim, "name": "whole", "part": "full", "metric": "accounting_ratio", "bound": 1.0, "relation": ">="}
+    whole = {**{k: v for k, v in whole.items() if k != "other"}, "args": {"baseline": "FP32"}}
+    experiment = expand({
+        "name": "e", "seeds": [0, 1, 2],
+        "base": {"model.preset": "micro", "network.rate_mbit": 100, "train.epochs": 3},
+        "arm": [{"label": "FP32"}, {"label": "AQ", "compression": AQ}],
+        "part": [{"name": "time", "base": {"measure": "timing"}},
+                 {"name": "loss", "base": {"compression.warmup_epochs": 1}},
+                 {"name": "full", "base": {"compression.warmup_epochs": 1, "measure": "full"}}],
+        "claim": [claim, whole, {**whole, "name": "identity", "part": "loss"}],
+    })  # fmt: skip
+    uses = []
+    for cell in experiment.cells():
+        aq = cell.arm == "AQ"
+        for seed, spec in cell.runs:
+            step_s = (0.5 if aq else 2.0) * (1 + 0.01 * seed)
+            if spec.measure == "timing":
+                # Of one seed the runs were disturbed.
+                flag, steps = "cpu-bound" if seed == 2 else "ok", [(0, LATER if aq else FULL, 9.0, step_s, True)] * 2
+                uses.append(use_of(spec, steps, arm=cell.arm, times=(step_s, step_s), fidelity=flag))
+            else:
+                # In full, a step takes a tenth more than it was timed with, warm-up and later ones alike.
+                steps = [(e, FULL if e == 0 or not aq else LATER, 9.0, 1.1 * (2.0 if e == 0 else step_s), True)
+                         for e in (0, 0, 1, 1, 2, 2)]  # fmt: skip
+                uses.append(use_of(spec, steps, arm=cell.arm))
+                uses[-1].row["warmup_epochs"] = 1
+    curves, composition = (pd.DataFrame(rows) for rows in compose.build(uses))
+    tables = {"runs": pd.DataFrame([use.row for use in uses]), "curves": curves, "composition": composition}
+    total, whole, identity = claims.evaluate(experiment, tables)
+    assert (total["state"], total["n"]) == ("undecided", 2)
+    assert total["value"] == pytest.approx((4 + 4 * 0.5) / 12, rel=0.02)
+    assert "left out 2 timing runs: flagged" in total["why"], "one of each method in it"
+    # Measured: (2 + 4 / 4) / 6 of the time, as timed steps say.
+    assert whole["value"] == pytest.approx(1.0, rel=0.02)
+    assert (whole["n"], identity["state"], identity["n"]) == (2, "undecided", 0)
+    assert "composed, of which the accounting is an identity" in identity["why"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from thinpipe.harness import declared, experiment, sizes
 from thinpipe.harness.settings import setting_keys
 from thinpipe.harness.spec import TRAIN_PRESETS, Part, Rule, RunSpec
 
@@ -106,7 +107,41 @@ def test_settings_md_says_what_a_training_preset_fills_in():
         assert dict(re.findall(r"`(\w+)` `([^`]+)`", said.group(1))) == {k: _value(v) for k, v in filled.items()}
 
 
-@pytest.mark.parametrize("word", ["experiment", "part", "arm", "cell", "run", "first visit"])
+def example(tmp_path: Path) -> Path:
+    """The whole experiment that settings.md shows, as a file."""
+    found = re.findall(r"^```toml\n(.*?)^```$", SETTINGS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    path = tmp_path / "example.toml"
+    path.write_text(found[0], encoding="utf-8")
+    return path
+
+
+def test_the_example_of_settings_md_loads_at_each_size(tmp_path):
+    made = {size: experiment.load(example(tmp_path), size=size) for size in sizes.SIZES}
+    assert [one.name for one in made.values()] == [f"four-bits.{size}" for size in sizes.SIZES]
+    assert [one.seeds for one in made.values()] == [[0], [0, 1, 2], [42, 43, 44]]
+    assert [len(one.claims) for one in made.values()] == [1, 2, 1]
+    rates = {
+        size: {cell.settings["network.rate_mbit"] for cell in one.cells() if cell.part == "timing"}
+        for size, one in made.items()
+    }
+    assert rates == {"check": {30}, "cpu": {10, 30, 100}, "paper": {100, 1000, 10000}}
+    presets = {size: next(one.cells()).runs[0][1].model.preset for size, one in made.items()}
+    assert presets == {"check": "micro", "cpu": "tiny", "paper": "small"}
+    assert [part.name for part in made["cpu"].parts][-1] == experiment.COMPOSITION_CHECK
+
+
+@pytest.mark.parametrize(
+    "keys", [experiment.TOP_KEYS, experiment.PART_KEYS, sizes.SIZE_KEYS, declared.COMPOSE_KEYS, declared.NEEDS]
+)
+def test_settings_md_has_every_key_of_an_experiment(keys):
+    text = SETTINGS.read_text(encoding="utf-8")
+    about = text[text.index("## The file") : text.index("```toml")]
+    for key in keys:
+        assert re.search(rf"[`\[\"]{key}\b", about), f"docs/settings.md does not say what {key!r} is"
+
+
+@pytest.mark.parametrize("word", ["experiment", "part", "arm", "cell", "run", "first visit", "size", "workload"])
 def test_settings_md_explains_the_words(word):
     assert re.search(rf"^- \*\*{word}\*\*:", SETTINGS.read_text(encoding="utf-8"), flags=re.MULTILINE)
 

@@ -55,6 +55,15 @@ def test_each_part_has_a_bf16_baseline_and_claims(name, size):
     assert len({claim.sentence for claim in found.claims}) == len(found.claims)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_uncompressed_is_said_of_fp32_only(name, size):
+    """BF16 halves the bytes: what is held against it names it."""
+    for claim in loaded(name, size).claims:
+        assert "uncompressed" not in claim.sentence.lower() or "FP32" in (claim.arm, claim.other)
+        assert claim.other != "FP32" or claim.arm == "BF16" or "FP32" in claim.sentence
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_seeds_are_enough_to_decide_but_for_a_check(name):
     assert [len(loaded(name, size).seeds) for size in ("check", "paper")] == [1, 3]

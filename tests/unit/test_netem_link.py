@@ -13,6 +13,7 @@ from thinpipe.netem.link import (
     expected_goodput_mbit,
     gso_bytes,
     queue_bytes,
+    segmented_bytes,
     wire_bytes,
     wire_time_s,
 )
@@ -66,6 +67,9 @@ def test_goodput_is_rate_less_headers(link, goodput):
 
 def test_wire_time_counts_headers_of_started_segments_and_delay():
     assert wire_bytes(LinkSpec(), 1449) == 1449 + 2 * 66
+    # docs/numbers.md, wire_bytes: a frame of 131136 B, and what gloo adds at both ends.
+    assert segmented_bytes(131_136 + 144, 1500) == 137_286
+    assert segmented_bytes(8948.5, 9000) == 8948.5 + 2 * 66, "of a mean, too"
     assert wire_time_s(LinkSpec(rate_mbit=8.0), 1448) == pytest.approx(1514e-6)
     assert wire_time_s(LinkSpec(delay_ms=7.0), 10**6) == pytest.approx(7e-3)
 

@@ -84,6 +84,21 @@ def test_the_first_stage_hands_on_activations_and_the_optimizer_waits():
     assert time.monotonic() - start >= 0.02
 
 
+def test_work_that_outlasts_the_profile_is_counted():
+    stage, other = stage_of(0), stage_of(1)
+    assert replay.overrun_pct([]) is None
+    assert replay.overrun_pct([stage]) is None, "it has not waited"
+    stage.waits.wait(time.monotonic(), 0.05)
+    assert replay.overrun_pct([stage]) == 0
+    start = time.monotonic()
+    other.waits.wait(start - 0.06, 0.05)
+    assert time.monotonic() - start < 0.04, "what is over needs no wait"
+    assert replay.overrun_pct([stage, other]) == pytest.approx(100 * 0.01 / 0.1, rel=0.5)
+    quick = stage_of(1, StageTimes(1e-6, 1e-6, 0.0))
+    quick(torch.zeros(4, 16, 32, requires_grad=True)).mean().backward()
+    assert replay.overrun_pct([quick]) > 100, "a pass cannot be that short"
+
+
 def test_samples_are_those_a_timing_run_cycles():
     spec = parse({**MICRO, "measure": "timing", "compute": "replay", "profile": "v100-gpt2-xl"})
     assert len(replay.dataset(spec).train) == 16

@@ -18,7 +18,6 @@ from thinpipe.harness.simulation.model import (
     Times,
     orders,
     ring_s,
-    wire_bytes,
 )
 from thinpipe.harness.simulation.steps import simulate, steps, transfer_s
 
@@ -211,9 +210,7 @@ def test_what_does_not_fit_is_refused():
         Link(((0.0, 5.0), (1.0, 2.0)), bucket=Bucket(1.0, 1.0, 1.0, 1.0))
 
 
-def test_bytes_and_rounds_by_formula():
-    # docs/numbers.md, wire_bytes: one frame of 131136 B, and the 96 B that its sender adds.
-    assert wire_bytes(131_072, header_bytes=64, added_bytes=96, mtu=1500) == 131_232 + 66 * math.ceil(131_232 / 1448)
+def test_rounds_of_a_ring_by_formula():
     assert ring_s(3000.0, 4, link(1000.0, 0.1), 0.05) == pytest.approx(3.0 + 6 * 0.15)
 
 

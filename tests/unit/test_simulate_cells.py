@@ -10,10 +10,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from thinpipe.harness import experiment
 from thinpipe.harness.errors import UserError
-from thinpipe.harness.simulation import cells as simulate_cells
-from thinpipe.harness.simulation import report as simulate_report
-from thinpipe.harness.simulation import steps as simulate
-from thinpipe.harness.simulation import wan
+from thinpipe.harness.simulation import cells, report, steps, wan
 from thinpipe.harness.simulation.cells import Setting
 from thinpipe.harness.simulation.cluster import cluster
 from thinpipe.harness.simulation.costs import Codecs, Constants, fitted, latencies, of_runs, residue
@@ -44,8 +41,8 @@ def replay(**changes):
 
 
 def predict(spec, setting=NOTHING):
-    found = simulate_cells.profile_of(spec, setting)
-    return simulate.simulate(simulate_cells.pipeline(spec, found, setting, Codecs(GIVEN)))
+    found = cells.profile_of(spec, setting)
+    return steps.simulate(cells.pipeline(spec, found, setting, Codecs(GIVEN)))
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +76,12 @@ def test_passes_of_a_step_follow_each_other():
 
 
 def test_a_shaped_link_is_the_one_that_tc_is_told():
-    made = simulate_cells.lab_link(LinkSpec(rate_mbit=100.0))
+    made = cells.lab_link(LinkSpec(rate_mbit=100.0))
     assert made.rates == ((0.0, 12.5e6),)
     # 4 ms and 50 us of the rate (at least 1600 B), 12500 B of GSO: 8 segments.
     assert (made.bucket.burst_bytes, made.bucket.peak_bytes, made.bucket.chunk_bytes) == (50_000, 1600, 8 * 1514)
     assert made.bucket.peak == pytest.approx(1.02)
-    assert simulate_cells.lab_link(LinkSpec()).bucket is None
+    assert cells.lab_link(LinkSpec()).bucket is None
 
 
 def test_norms_are_exchanged_only_where_they_are_global():
@@ -220,7 +217,7 @@ def test_stages_over_the_world_take_longer_and_longer_in_the_order_given():
     for order in ("given", "best"):
         setting = Setting(stages=20, wan=world, order=order)
         cell = SimpleNamespace(runs=((0, spec),), part="p", arm="a", cell_id="c")
-        rows[order] = simulate_cells.row(cell, setting, Codecs(GIVEN))
+        rows[order] = cells.row(cell, setting, Codecs(GIVEN))
         assert rows[order]["regions"][:2] == [rows[order]["regions"][0]] * 2
         assert set(rows[order]["regions"]) == set(world.regions)
     assert rows["best"]["predicted_step_time_s"] < rows["given"]["predicted_step_time_s"]
@@ -268,14 +265,14 @@ def test_what_cannot_be_simulated_says_what_to_do():
 
 
 def test_the_grid_has_cells_enough_beside_those_that_constants_are_fitted_to(grid):
-    assert {part.name for part in grid.parts} > {simulate_report.FITTED}
-    tested = [cell for cell in grid.cells() if cell.part != simulate_report.FITTED]
+    assert {part.name for part in grid.parts} > {report.FITTED}
+    tested = [cell for cell in grid.cells() if cell.part != report.FITTED]
     assert len(tested) >= 40
     assert len({cell.cell_id for cell in grid.cells()}) == len(list(grid.cells())), "no cell is both"
     some = [cell for cell in grid.cells() if cell.arm in ("FP32", "AQ-SGD fw4 bw4")]
-    found = simulate_report._rows(some, Setting(), Codecs(GIVEN))
+    found = report._rows(some, Setting(), Codecs(GIVEN))
     assert all(row["beyond"] is None for row in found)
-    by_transfer = [row["transfer_share"] for row in found if row["part"] != simulate_report.FITTED]
+    by_transfer = [row["transfer_share"] for row in found if row["part"] != report.FITTED]
     assert min(by_transfer) < 0.1
     assert sum(share > 0.3 for share in by_transfer) >= 8
     assert max(row["predicted_step_time_s"] for row in found) < 2.5
@@ -293,16 +290,16 @@ def test_the_verdict_is_over_unflagged_cells_that_nothing_was_fitted_to():
     good = rows(*[(1.04, 1.0)] * 30)
     flagged, missing = rows((2.0, None), flagged_runs=2, runs=0), rows((2.0, None), runs=0)
     fitted_to = rows((2.0, 1.0), fitted=True)
-    found = simulate_report.verdict([*good, *flagged, *missing, *fitted_to])
+    found = report.verdict([*good, *flagged, *missing, *fitted_to])
     assert found == {
         "cells": 30, "fitted": 1, "flagged": 1, "missing": 1, "median_error": pytest.approx(0.04),
         "worst_error": pytest.approx(0.04), "beyond": [], "holds": True,
     }  # fmt: skip
-    assert not simulate_report.verdict(good[:29])["holds"], "too few"
-    assert not simulate_report.verdict(rows(*[(1.06, 1.0)] * 30))["holds"], "the median"
-    one_off = simulate_report.verdict([*good, *rows((0.85, 1.0))])
+    assert not report.verdict(good[:29])["holds"], "too few"
+    assert not report.verdict(rows(*[(1.06, 1.0)] * 30))["holds"], "the median"
+    one_off = report.verdict([*good, *rows((0.85, 1.0))])
     assert (one_off["holds"], one_off["beyond"]) == (False, ["p / a / 10 Mbit/s"])
-    assert simulate_report.verdict([*good, *rows((0.85, 1.0), spread=0.08)])["holds"], "as far apart as its own repeats"
+    assert report.verdict([*good, *rows((0.85, 1.0), spread=0.08)])["holds"], "as far apart as its own repeats"
 
 
 def span(phase, start, end, rank=0, **more):

@@ -32,8 +32,11 @@ DATA = {
 }
 
 
+CLAIM = {"name": "a", "sentence": "A.", "source": "ours", "part": "loss", "metric": "final_train_loss", "relation": "<"}
+
+
 def changed(**keys):
-    return {**copy.deepcopy(DATA), **keys}
+    return {key: value for key, value in {**copy.deepcopy(DATA), **keys}.items() if value is not None}
 
 
 def test_a_size_has_its_own_name_seeds_settings_axes_and_parts():
@@ -94,6 +97,18 @@ def test_a_replayed_part_cannot_be_run_in_full():
         ({"compose": {"timing": "tim", "convergence": "loss"}}, ["no part 'tim'", "'timing'"]),
         ({"compose": {"timing": "timing", "convergence": "loss", "check": 2}}, ["0 to 1"]),
         ({"needs": ["download it"]}, ["pretrain RECIPE"]),
+        ({"needs": ["fetch-data nope"]}, ["no 'nope'", "fashion-mnist"]),
+        ({"compose": {"timing": "loss", "convergence": "loss"}}, ["one part, 'loss'"]),
+        ({"compose": {"timing": "loss", "convergence": "timing"}}, ["'loss' has measure = 'convergence'"]),
+        ({"size": {"cpu": {"skip": ["timing", "loss"]}}, "compose": None}, ["skips every part"]),
+        ({"size": {"cpu": {"arms": ["FP32", "Z*"]}}}, ["no arm is like 'Z*'"]),
+        ({"size": {"cpu": {"skip": ["loss"], "part": {"loss": {"seeds": [1]}}}}}, ["skipped, and also changed"]),
+        ({"name": "reference"}, ["runs, reference"]),
+        ({"base": {"network.rate": "rho:1", "network.rate_mbit": 200}}, ["leave one out"]),
+        ({"claim": [{**CLAIM, "bound": float("nan")}]}, ["bound must be a finite number"]),
+        ({"claim": [{**CLAIM, "factor": 10**400}]}, ["factor must be a finite number"]),
+        ({"claim": [{**CLAIM, "args": {"s": float("inf")}}]}, ["args.s must be a finite number"]),
+        ({"claim": [{**CLAIM, "arm": "FP32", "other": "FP32"}]}, ["against itself"]),
         ({"claim": [{"name": "a"}]}, ["claim 'a'", "sentence"]),
         ({"claim": [{"nmae": "a"}]}, ["unknown key 'nmae'", "'name'"]),
     ],

@@ -116,7 +116,7 @@ def test_everything_is_run_once_in_order_and_a_second_time_nothing(go, results, 
     again = FakeSession()
     result = go(again)
     assert (again.opened, result.executed, result.exit_code) == (0, [], 0)
-    assert verbs.closing(result) == ["nothing to do: no run of demo is left (8 finished)."]
+    assert verbs.closing(result) == ["nothing to do: no run of demo is left (8 done)."]
 
 
 def test_a_failed_run_stops_nothing_and_is_said_at_once_and_again(go, results, stream):
@@ -442,5 +442,5 @@ def test_one_sigint_ends_a_sweep_with_130(start, tmp_path, results, demo, waitin
     assert time.monotonic() - sent < 5
     assert ("torn down" in out) == (not waiting)
     assert "Traceback" not in err
-    assert f"interrupted; {TOTAL} run(s) are left, run the same command again" in err
+    assert f"interrupted; {TOTAL} run(s) are left; run the same command again" in err
     assert plan.make(demo, results).counts() == {"pending": TOTAL}
