@@ -64,7 +64,7 @@ def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
         ax.set(title=f"boundary {boundary}", xlabel="epoch (the first is 0)")
     for ax in grid.flat[len(places) :]:
         ax.remove()
-    _axes(grid[:, 0], points)
+    _axes(list(grid[:, 0]), points)
     text = select.caption(tables, part, COLUMNS, counts, timing=False)
     text += " Mean over the sampled steps of an epoch; runs without a memory know no last visit and are not drawn."
     style.finish(fig, f"Activations and their changes, part {part}", text, _legend(arms, points))

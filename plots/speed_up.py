@@ -96,7 +96,10 @@ def _measured(
     lines = []
     for arm, (bar, by_seed) in ratios.items():
         flagged = any(select.flagged(here[here["arm"] == arm.label]))
-        bars = [Bar(*(whole(s, epochs, warmup) for s in bar[:3]), bar.n) for epochs in EPOCHS]
+        bars = [
+            Bar(whole(bar.mean, e, warmup), whole(bar.low, e, warmup), whole(bar.high, e, warmup), bar.n)
+            for e in EPOCHS
+        ]
         seeds = [whole(s, MARKED, warmup) for s in by_seed.values()]
         style.seeds(ax, arm, [MARKED] * len(seeds), seeds, [flagged] * len(seeds))
         style.means(ax, arm, EPOCHS, bars, [flagged] * len(bars), band=True, marked=slice(marked, marked + 1))

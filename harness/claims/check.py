@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from thinpipe.harness.claims import scope as claim_scope
 from thinpipe.harness.claims.metrics import REGISTRY
 from thinpipe.harness.claims.series import DIRECTIONS
@@ -29,6 +33,11 @@ def check(claim: Claim, parts: claim_scope.Parts, where: str = "experiment") -> 
         raise UserError(f"{where} claim {claim.name!r}: {error}") from None
 
 
+#: Arguments of metrics that are counts, with the least of each; and those that are factors.
+LEAST_WHOLE = {"epochs": 1, "warmup": 0, "step": 0, "visit": 1, "boundary": 0}
+ABOVE_0 = ("s", "tolerance")
+
+
 def _metric(claim: Claim) -> Metric:
     if claim.metric not in REGISTRY:
         raise UserError(f"unknown metric {claim.metric!r}.{near_miss(claim.metric, REGISTRY)}")
@@ -43,7 +52,21 @@ def _metric(claim: Claim) -> Metric:
         raise UserError(f"unknown args.scale {scale!r}.{near_miss(str(scale), SCALES)}")
     if (way := claim.args.get("direction")) not in (None, *DIRECTIONS):
         raise UserError(f"unknown args.direction {way!r}.{near_miss(str(way), DIRECTIONS)}")
+    _numbers(claim.args)
     return metric
+
+
+def _numbers(args: Mapping[str, Any]) -> None:
+    """Refuse numbers that no run can have: what was compared with them would be nothing."""
+    for key, least in LEAST_WHOLE.items():
+        if key in args and (type(args[key]) is not int or args[key] < least):
+            raise UserError(f"args.{key} must be a whole number from {least}, got {args[key]!r}.")
+    for key in ABOVE_0:
+        value = args.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"args.{key} must be a number above 0, got {value!r}.")
+    if "warmup" in args and args["warmup"] > args.get("epochs", math.inf):
+        raise UserError(f"args.warmup {args['warmup']} is more than args.epochs {args['epochs']}.")
 
 
 def _compares(claim: Claim, metric: Metric) -> None:

@@ -35,8 +35,10 @@ def losses(subject: Subject) -> pd.DataFrame:
 
 def warmup_losses(subject: Subject) -> tuple[float, ...]:
     """The losses of the first `epochs` epochs, a step each."""
-    found = losses(subject)
-    return tuple(found.loc[found["epoch"] < subject.args["epochs"], "train_loss"])
+    found, epochs = losses(subject), subject.args["epochs"]
+    if found["epoch"].max() + 1 < epochs:
+        raise NoValue(f"it has {found['epoch'].max() + 1} epochs, not {epochs}")
+    return tuple(found.loc[found["epoch"] < epochs, "train_loss"])
 
 
 def first_epoch_loss(subject: Subject) -> float:
