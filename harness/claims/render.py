@@ -12,6 +12,8 @@ from rich.text import Text
 
 from thinpipe.harness.render import console
 
+# Above it a float no longer holds every whole number.
+WHOLE = 2**53
 STYLES = {"holds": "green", "fails": "bold red", "undecided": "yellow"}
 
 
@@ -52,12 +54,14 @@ def _row(result: Mapping[str, Any]) -> list[Text]:
 
 
 def number(value: float | None) -> str:
-    """Four digits; `-` where there is none.
+    """Four digits, a whole number in full (bytes that must be equal are to look it); `-` where there is none.
 
-    >>> number(1.23456), number(123456.0), number(None)
-    ('1.235', '1.235e+05', '-')
+    >>> number(1.23456), number(123456.0), number(123456.7), number(None)
+    ('1.235', '123456', '1.235e+05', '-')
     """
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < WHOLE else f"{value:.4g}"
 
 
 def span(bounds: Sequence[float] | None) -> str:

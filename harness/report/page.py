@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any
 
 from thinpipe.harness import condense, metrics
+from thinpipe.harness.claims import render as claims_render
 from thinpipe.harness.report import data
 from thinpipe.harness.report.markup import Markup, el, many
 from thinpipe.harness.report.pictures import Picture
@@ -322,13 +323,13 @@ def _line(about: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> str:
-    """Four digits; nothing where there is none.
+    """Four digits, a whole number in full; nothing where there is none.
 
-    >>> number(0.123456), number(None), number(True)
-    ('0.1235', '', 'True')
+    >>> number(0.123456), number(1048576.0), number(None), number(True)
+    ('0.1235', '1048576', '', 'True')
     """
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return claims_render.number(value)
     return "" if value is None else str(value)
 
 
