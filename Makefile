@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE = 1
 export HF_DATASETS_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup install demo test test-slow test-gpu test-page lint format bench bench-loss clean
+.PHONY: help setup install demo test test-slow test-gpu test-page lint format bench bench-loss bench-grid clean
 
 help:
 	@echo "make demo       set up, then run the quickstart and draw its figures (about 8 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-page  the report page in headless Chromium, which must be there (Debian: apt-get install chromium)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks under bench/, JSON on stdout"
+	@echo "make bench-grid composed curves against full runs (ten minutes)"
 	@echo "make bench-loss bytes at equal loss, against both papers' methods (half an hour)"
 	@echo "make clean      remove the environment and caches; results/ stays"
 
@@ -78,6 +79,10 @@ bench-loss: setup
 	$(BIN)/thinpipe pretrain gpt2-tiny-shakespeare >&2
 	$(BIN)/thinpipe fetch-data fashion-mnist >&2
 	$(BIN)/python bench/bytes_at_equal_loss.py --json
+
+# Ten minutes: a grid of links trained once a method, against every cell in full.
+bench-grid: setup
+	$(BIN)/python bench/grid.py --json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .lint .pytest_cache .mypy_cache .ruff_cache .hypothesis
