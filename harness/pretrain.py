@@ -51,6 +51,15 @@ FIXED = {
 RECIPE = "recipe.json"
 
 
+def unmade(name: str) -> RunSpec | None:
+    """The training of a recipe whose model was not made yet, so that runs with it can be planned; None where it is
+    there, or there is no such recipe."""
+    if name not in RECIPES:
+        return None
+    spec = _spec(_experiment(name))
+    return None if (_place(name, spec) / RECIPE).is_file() else spec
+
+
 def folder(name: str) -> Path:
     """Where the model of a recipe lies. Raises UserError where it was not made yet, or there is no such recipe."""
     path = _place(name, _spec(_experiment(name)))

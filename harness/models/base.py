@@ -350,7 +350,15 @@ def _preset_sizes(
 
 
 def _published_sizes(spec: ModelSpec, declared: Mapping[str, Any]) -> dict[str, int] | None:
-    """Sizes of a published checkpoint that is not here, so that a run with it can be planned without it; else None."""
+    """Sizes of a checkpoint that is published, or that a recipe makes, and is not here: so that a run with it can be
+    planned without it. Else None."""
+    if spec.checkpoint is not None and spec.checkpoint.startswith(folders.PRETRAINED):
+        from thinpipe.harness import pretrain
+
+        recipe = pretrain.unmade(spec.checkpoint.removeprefix(folders.PRETRAINED))
+        if recipe is None or recipe.model.name != spec.name:
+            return None
+        return _preset_sizes(recipe.model, declared["presets"], {}) | {"vocab_size": recipe.task.vocab_size}
     known = declared.get("published", {}).get(spec.checkpoint)
     if known is None or _here(str(spec.checkpoint)) is not None:
         return None
