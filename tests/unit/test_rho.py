@@ -19,7 +19,7 @@ FOUND = Profile("own", "", True, "", "", "gpt2:tiny", 64, 4, False, *TIMES)
 SLOWEST_S = 0.003 + 0.007
 
 
-def grid(arms=("FP32", "DirectQ"), **base):
+def grid(arms=("FP32", "DirectQ"), where="experiment", **base):
     return expand(
         {
             "name": "grid",
@@ -30,7 +30,8 @@ def grid(arms=("FP32", "DirectQ"), **base):
                 {"label": label, "compression": {"forward": forward}}
                 for label, forward in zip(arms, ("none", "fixpoint:4"), strict=True)
             ],
-        }
+        },
+        where=where,
     )
 
 
@@ -119,8 +120,12 @@ def test_a_replay_needs_no_measurement(tmp_path):
 
 def test_both_ways_to_say_a_rate_must_agree(tmp_path):
     profile.write(FOUND, tmp_path / "own.json")
+    asked = {"compute": "replay", "profile": str(tmp_path / "own.json"), "network": {"rate_mbit": 10.0}}
     with pytest.raises(UserError, match="leave one out"):
-        grid(compute="replay", profile=str(tmp_path / "own.json"), network={"rate_mbit": 10.0})
+        grid(**asked)
+    # A stored run has both, and they must still agree.
+    with pytest.raises(UserError, match="leave one of them out"):
+        rho.resolve(grid(where="run.json", **asked), Store(tmp_path))
 
 
 def test_a_rate_that_is_not_worked_out_cannot_be_run():
