@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -101,10 +102,14 @@ def result(
     }
 
 
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     options = common.arguments(__doc__ or "", repeats=4)
     loaded = experiment.load("bandwidth_vs_bits", SETTINGS)
-    with tempfile.TemporaryDirectory() as folder, lock.hold("bench grid", Path(folder), lambda _: None):
+    with tempfile.TemporaryDirectory() as folder, lock.hold("bench grid", Path(folder), say):
         found = compare(loaded, options.repeats, Path(folder))
     common.show(found, options.json)
 

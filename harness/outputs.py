@@ -40,13 +40,15 @@ def refresh(store: Store, experiment: Experiment, drawn: list[str]) -> dict[str,
 
 
 def judge(store: Store, experiment: Experiment, built: dict[str, Any]) -> list[dict[str, Any]]:
-    """Evaluate an experiment's claims and keep them in its claims.json; nothing is written where it has none."""
+    """Evaluate an experiment's claims and keep them in its claims.json; where it has none, there is no such file."""
+    path = store.experiment_dir(experiment.name) / CLAIMS
     if not experiment.claims:
+        path.unlink(missing_ok=True)
         return []
     from thinpipe.harness.claims import evaluate
 
     found = evaluate(experiment, built)
-    write_json(store.experiment_dir(experiment.name) / CLAIMS, found)
+    write_json(path, found)
     return found
 
 

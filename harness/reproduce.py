@@ -19,7 +19,7 @@ from thinpipe.harness import outputs, progress, sizes, sweep, verbs
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.experiment import Experiment
-from thinpipe.harness.store import Store
+from thinpipe.harness.store import Store, explain_disk_full
 
 PAPERS = ("acsgd", "rudakov")
 ALL = "all"
@@ -128,4 +128,5 @@ def finish(found: Sequence[Experiment], store: Store, name: str, outcome: Outcom
         there.append(store.experiment_dir(experiment.name))
     if there:
         outcome.page = store.root / f"{name}.html"
-        report.report(there, outcome.page)
+        with explain_disk_full(store.root):
+            report.report(there, outcome.page)

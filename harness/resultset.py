@@ -114,7 +114,8 @@ def _of_experiment(folder: Path) -> ResultSet:
         notes.append(f"{len(new)} run(s) have ended since these tables were built: `thinpipe tables {name}`.")
     if len(ended) < len(run_ids):
         notes.append(f"{len(run_ids) - len(ended)} of {len(run_ids)} run(s) have not ended.")
-    known, asked = declared(name), store.declaration(name)
+    asked = store.declaration(name)
+    known = declared(name, asked)
     if known is not None and known.claims and not (folder / CLAIMS).exists():
         notes.append("Its claims have not been judged yet: `thinpipe claims` does.")
     provenance = of_runs(store, ended)
@@ -133,10 +134,17 @@ def _of_experiment(folder: Path) -> ResultSet:
     )
 
 
-def declared(name: str) -> Experiment | None:
-    """The experiment that comes with the package whose results folder is called `name`; None where there is none."""
+def declared(name: str, asked: Mapping[str, Any]) -> Experiment | None:
+    """The experiment whose results folder is called `name`: as it was asked for (store.declaration), else the one of
+    that name that comes with the package. None where its file is gone, or is another's by now."""
     from thinpipe.harness import experiment, sizes
 
+    if asked:
+        try:
+            found = experiment.load(asked["source"], asked["overrides"], asked["size"])
+        except UserError:
+            return None
+        return found if found.name == name else None
     for source, text in experiment.builtin().items():
         own = tomllib.loads(text).get("name", "")
         if name == own:

@@ -313,7 +313,14 @@ def claims(sources: Sequence[str], results: Path, size: str | None = None) -> li
     store = Store(results)
     found = []
     for name in sources or store.experiments():
-        experiment = resolved(_declared(name, store, size), store, measure=False)
+        try:
+            experiment = resolved(_declared(name, store, size), store, measure=False)
+        except UserError as error:
+            if sources:
+                raise
+            # Its file is gone or has changed: that keeps nobody from the others.
+            say(f"thinpipe: {name}: {error}")
+            continue
         if not experiment.claims:
             if sources:
                 say(f"{experiment.name} declares no claim")

@@ -63,6 +63,16 @@ def curves(tables: select.Tables, runs: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["composed", "epoch"], kind="stable").drop_duplicates(one)
 
 
+def timed(tables: select.Tables, runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, float], str]:
+    """(curves of a part's runs, the loss to reach by seed, the arm whose loss that is). UserError where none is."""
+    found, arm = curves(tables, runs), baseline(runs)
+    goal = targets(runs, arm)
+    if found.empty or not goal:
+        raise needed(tables)
+    select.one_setting(found, ["arm", "seed", "key"], "train_id")
+    return found, goal, arm
+
+
 def networks(found: pd.DataFrame) -> list[tuple[Network, pd.DataFrame]]:
     """Each network with its rows: by whose steps, then slow links first."""
     by_key = {network.text(): network for network in found["network"]}

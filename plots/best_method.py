@@ -54,12 +54,7 @@ def figures(tables: select.Tables) -> select.Drawn:
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
-    found = _composed.curves(tables, runs)
-    arm = _composed.baseline(runs)
-    goal = _composed.targets(runs, arm)
-    if found.empty or not goal:
-        raise _composed.needed(tables)
-    select.one_setting(found, ["arm", "seed", "key"], "train_id")
+    found, goal, arm = _composed.timed(tables, runs)
     chosen = {n: choose(_composed.reached(rows, goal)) for n, rows in _composed.networks(found)}
     whose = sorted({network.time_of for network in chosen})
     rows = [[network for network in chosen if network.time_of == name] for name in whose]

@@ -34,12 +34,7 @@ def figures(tables: select.Tables) -> select.Drawn:
 
 
 def _figure(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
-    found = _composed.curves(tables, runs)
-    arm = _composed.baseline(runs)
-    goal = _composed.targets(runs, arm)
-    if found.empty or not goal:
-        raise _composed.needed(tables)
-    select.one_setting(found, ["arm", "seed", "key"], "train_id")
+    found, goal, arm = _composed.timed(tables, runs)
     every = [(network, _composed.reached(rows, goal)) for network, rows in _composed.networks(found)]
     whose = sorted({network.time_of for network, _ in every})
     arms = style.methods(found["arm"])

@@ -65,7 +65,8 @@ def reproduce(
         show(views.plan(made, retry_failed=retry_failed), as_json, render.plan)
         return 0
     outcome = reproduction.run(found, store, made, retry_failed=retry_failed, allow_unreached=allow_unreached)
-    show(outcome.claims, as_json, render_claims.render)
+    if as_json or outcome.page:
+        show(outcome.claims, as_json, render_claims.render)
     for name in outcome.figures:
         verbs.say(f"figure: {name}")
     if outcome.page:

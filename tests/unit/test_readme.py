@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import textwrap
@@ -110,6 +111,20 @@ def test_every_relative_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_path_named_in_backticks_exists(page):
     assert [path for path in paths(TEXTS[page]) if not exists(path)] == []
+
+
+def test_what_writes_documentation_anew_runs_by_itself():
+    """It is started as a plain script, which does not see the helpers that pytest's path has."""
+    scripts = re.findall(r"`python (tests/unit/\w+\.py)`", TEXTS["CONTRIBUTING.md"])
+    helpers = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    assert len(scripts) >= 5
+    for script in scripts:
+        text = (ROOT / script).read_text(encoding="utf-8")
+        assert '__name__ == "__main__"' in text, script
+        tree = ast.parse(text)
+        froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not (froms | names) & helpers, script
 
 
 def test_paths_are_really_looked_at():

@@ -115,7 +115,9 @@ def test_an_interrupted_reproduction_goes_on(papers, tmp_path):
             raise KeyboardInterrupt
 
     papers.before = interrupt
-    assert thinpipe("reproduce", "acsgd", "--size", "check").exit_code == 130
+    interrupted = thinpipe("reproduce", "acsgd", "--size", "check")
+    assert interrupted.exit_code == 130
+    assert "no claims" not in interrupted.output
     assert not (tmp_path / "results" / "acsgd.check.html").exists()
     papers.before = lambda: None
     assert thinpipe("reproduce", "acsgd", "--size", "check").exit_code == 0
@@ -154,3 +156,21 @@ def test_a_dry_run_of_the_papers_own_size_plans_and_a_run_is_refused(papers, tmp
     assert "cluster" in refused.stderr
     assert not papers.ran
     assert not (tmp_path / "results").exists()
+
+
+def test_claims_whose_file_is_gone_keep_nobody_from_the_others(papers, tmp_path, monkeypatch):
+    assert thinpipe("reproduce", "acsgd", "--size", "check").exit_code == 0
+    monkeypatch.setattr(experiment, "builtin", lambda: {k: v for k, v in FILES.items() if k != "acsgd/F1"})
+    shown = thinpipe("claims", "--json")
+    assert "acsgd-F1.check" in shown.stderr
+    assert [claim["claim"] for claim in json.loads(shown.stdout)] == ["few bytes"]
+    assert thinpipe("claims", "acsgd-F1.check").exit_code == 2
+
+
+def test_a_claim_that_is_declared_no_more_leaves_no_verdict(papers, tmp_path, monkeypatch):
+    assert thinpipe("reproduce", "acsgd", "--size", "check").exit_code == 0
+    verdict = tmp_path / "results" / "acsgd-F2.check" / "claims.json"
+    assert verdict.exists()
+    monkeypatch.setattr(experiment, "builtin", lambda: {**FILES, "acsgd/F2": f'name = "acsgd-F2"\n{COMMON}'})
+    assert thinpipe("reproduce", "acsgd", "--size", "check").exit_code == 0
+    assert not verdict.exists()

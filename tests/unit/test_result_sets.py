@@ -157,10 +157,22 @@ def test_figures_older_than_a_run_are_not_taken(folder):
 
 
 def test_an_experiment_of_the_package_gives_title_and_figures():
-    known = resultset.declared("quickstart")
+    known = resultset.declared("quickstart", {})
     assert known is not None
     assert known.title != "quickstart"
-    assert resultset.declared("no-such-experiment") is None
+    assert resultset.declared("no-such-experiment", {}) is None
+
+
+def test_an_experiment_of_ones_own_is_the_file_it_was_asked_for_by(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ntitle = "My own"\n[[part]]\nname = "p"\narm = [{label = "FP32"}]\n')
+    asked = {"source": str(file), "overrides": ["train.epochs=3"], "size": None}
+    known = resultset.declared("mine", asked)
+    assert known is not None
+    assert known.title == "My own"
+    assert resultset.declared("another", asked) is None
+    file.unlink()
+    assert resultset.declared("mine", asked) is None
 
 
 # --- condensing ---
@@ -218,7 +230,7 @@ def test_a_damaged_csv_names_its_line(value, message):
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("/root/.cache/x/y.txt", "y.txt"),
+        ("/somewhere/.cache/x/y.txt", "y.txt"),
         ("gpt2:/home/me/model", "gpt2:model"),
         ("cannot read ~/a/b.toml: gone", "cannot read b.toml: gone"),
         ("10/30 and a/b", "10/30 and a/b"),
