@@ -18,7 +18,7 @@ from thinpipe.harness.errors import UserError, near_miss
 
 RELATIONS = ("<", "<=", ">", ">=", "~", "==")
 COMPOSE_KEYS = ("timing", "convergence", "check")
-NEEDS = ("pretrain", "fetch-data")
+NEEDS = ("fetch-data",)
 
 
 @dataclass(frozen=True)
@@ -163,17 +163,16 @@ def needs(data: Any, where: str) -> tuple[tuple[str, str], ...]:
     for text in data:
         verb, _, name = text.partition(" ") if isinstance(text, str) else ("", "", "")
         if verb not in NEEDS or not name.strip():
-            raise UserError(f"{where}: needs {text!r}: write `pretrain RECIPE` or `fetch-data NAME`.")
+            raise UserError(f"{where}: needs {text!r}: write `fetch-data NAME`. (Models of recipes need no word.)")
         found.append((verb, _known_need(verb, name.strip(), where)))
     return tuple(found)
 
 
 def _known_need(verb: str, name: str, where: str) -> str:
-    from thinpipe.harness import fetch, pretrain
+    from thinpipe.harness import fetch
 
-    known = fetch.SOURCES if verb == "fetch-data" else pretrain.RECIPES
-    if name not in known:
-        raise UserError(f"{where}: needs `{verb} {name}`: there is no {name!r}.{near_miss(name, known)}")
+    if name not in fetch.SOURCES:
+        raise UserError(f"{where}: needs `{verb} {name}`: there is no {name!r}.{near_miss(name, fetch.SOURCES)}")
     return name
 
 

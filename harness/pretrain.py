@@ -25,20 +25,25 @@ from thinpipe.harness.spec import RunSpec
 from thinpipe.harness.store import Store, read_json
 
 # name -> (what it is good for, settings of its run). A vocabulary of 2048 bytes and pairs reads any text.
+_SHAKESPEARE = {
+    "model.preset": "tiny",
+    "task.corpus": "shakespeare",
+    "task.vocab_size": 2048,
+    "task.num_sequences": "none",
+    "task.num_eval_sequences": 256,
+    "train.epochs": 1,
+    "train.max_steps": 1500,
+    "train.warmup_steps": 100,
+    "checkpoint.every": 100,
+}
 RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2-tiny-shakespeare": (
         "GPT-2 tiny (4 x 128) on Shakespeare's plays: minutes on one core; to fine-tune on another text",
-        {
-            "model.preset": "tiny",
-            "task.corpus": "shakespeare",
-            "task.vocab_size": 2048,
-            "task.num_sequences": "none",
-            "task.num_eval_sequences": 256,
-            "train.epochs": 1,
-            "train.max_steps": 1500,
-            "train.warmup_steps": 100,
-            "checkpoint.every": 100,
-        },
+        _SHAKESPEARE,
+    ),
+    "gpt2-tiny-shakespeare-brief": (
+        "the same, stopped after a fifth of the steps: about a minute; what experiments of size check start from",
+        {**_SHAKESPEARE, "train.max_steps": 300},
     ),
 }
 # What makes any run a recipe's: one process, whose weights stay when it is done.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.harness import experiment as experiments
-from thinpipe.harness import outputs, progress, sizes, sweep, verbs
+from thinpipe.harness import folders, outputs, progress, sizes, sweep, verbs
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.experiment import Experiment
@@ -55,13 +55,16 @@ def chosen(what: str, size: str, patterns: Sequence[str] = ()) -> list[Experimen
 
 
 def prepare(found: Sequence[Experiment], say: Callable[[str], None]) -> None:
-    """Fetch and pretrain what the experiments need and is not there yet."""
+    """Fetch what the experiments say they need and pretrain the models their runs start from, where not there yet."""
     for verb, name in dict.fromkeys(need for experiment in found for need in experiment.needs):
         say(f"preparing: {verb} {name}")
-        if verb == "fetch-data":
-            verbs.fetch_data([name])
-        else:
-            verbs.pretrain(name, (), None, force=False)
+        verbs.fetch_data([name])
+    specs = (spec for experiment in found for cell in experiment.cells() for _, spec in cell.runs)
+    for checkpoint in dict.fromkeys(spec.model.checkpoint or "" for spec in specs):
+        if checkpoint.startswith(folders.PRETRAINED):
+            recipe = checkpoint.removeprefix(folders.PRETRAINED)
+            say(f"preparing: pretrain {recipe}")
+            verbs.pretrain(recipe, (), None, force=False)
 
 
 def refuse_paper_size(found: Sequence[Experiment]) -> None:

@@ -109,6 +109,25 @@ def test_what_there_is_not_is_refused_with_words(papers, args, words):
     assert all(word in str(refused.value) for word in words)
 
 
+def test_what_the_runs_start_from_is_prepared_once(papers, monkeypatch):
+    made, fetched = [], []
+    monkeypatch.setattr(verbs, "pretrain", lambda name, *_, **__: made.append(name))
+    monkeypatch.setattr(verbs, "fetch_data", fetched.extend)
+    files = {name: text.replace('preset = "micro"', 'checkpoint = "pretrained:RECIPE"') for name, text in FILES.items()}
+    files = {name: f'needs = ["fetch-data fashion-mnist"]\n{text}' for name, text in files.items()}
+    recipes = [
+        "gpt2-tiny-shakespeare-brief",
+        "gpt2-tiny-shakespeare",
+        "gpt2-tiny-shakespeare-brief",
+        "gpt2-tiny-shakespeare",
+    ]
+    files = {name: text.replace("RECIPE", recipe) for (name, text), recipe in zip(files.items(), recipes, strict=True)}
+    monkeypatch.setattr(experiment, "builtin", lambda: files)
+    reproduce.prepare(reproduce.chosen("all", "cpu"), lambda _: None)
+    assert made == recipes[:2]
+    assert fetched == ["fashion-mnist"]
+
+
 def test_an_interrupted_reproduction_goes_on(papers, tmp_path):
     def interrupt():
         if len(papers.ran) == 1:

@@ -96,7 +96,7 @@ def test_a_replayed_part_cannot_be_run_in_full():
         ({"compose": {"timing": "timing"}}, ["convergence must be the name of a part"]),
         ({"compose": {"timing": "tim", "convergence": "loss"}}, ["no part 'tim'", "'timing'"]),
         ({"compose": {"timing": "timing", "convergence": "loss", "check": 2}}, ["0 to 1"]),
-        ({"needs": ["download it"]}, ["pretrain RECIPE"]),
+        ({"needs": ["download it"]}, ["fetch-data NAME"]),
         ({"needs": ["fetch-data nope"]}, ["no 'nope'", "fashion-mnist"]),
         ({"compose": {"timing": "loss", "convergence": "loss"}}, ["one part, 'loss'"]),
         ({"compose": {"timing": "loss", "convergence": "timing"}}, ["'loss' has measure = 'convergence'"]),
