@@ -69,6 +69,15 @@ def draw(
     return written, skipped
 
 
+def remove_others(folder: Path, written: Sequence[Path]) -> None:
+    """Remove from `folder` the files of experiments' figures that are not among `written`; anything else stays."""
+    own = {name for name in plugins.find("figures") if not is_per_run(name) and not is_of_verb(name)}
+    kinds = {path.suffix for path in written}
+    for path in folder.iterdir():
+        if path.suffix in kinds and path.name.partition(".")[0] in own and path not in written:
+            path.unlink()
+
+
 def is_per_run(name: str) -> bool:
     """Whether a figure is drawn of one run, when asked for, and not of an experiment."""
     return bool(plugins.get("figures", name).parameters.get("per_run"))

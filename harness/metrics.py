@@ -79,6 +79,7 @@ RUNS: dict[str, Column] = {
     "codec_s": Column(float, "s", "median a step, mean over ranks: encode and decode", True),
     "wait_s": Column(float, "s", "median a step, mean over ranks: blocked while a frame was on its way", True),
     "idle_s": Column(float, "s", "median a step, mean over ranks: the rest (bubble, synchronisation)", True),
+    "initial_train_loss": Column(float, "nat", "training loss of the first step, before any update", True),
     "final_train_loss": Column(float, "nat", "mean training loss of the last epoch", True),
     "final_eval_loss": Column(float, "nat", "held-out loss at the last evaluation", True),
     "final_accuracy": Column(float, "", "accuracy at the last evaluation", True),

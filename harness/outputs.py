@@ -92,6 +92,14 @@ def drawn_from(store: Store, name: str) -> str | None:
         return None
 
 
+def figures_of(store: Store, name: str) -> tuple[str, ...]:
+    """The figures that an experiment with results declares; none where it is to be drawn in all that there are."""
+    from thinpipe.harness import resultset
+
+    known = resultset.declared(name, store.declaration(name))
+    return known.figures if known else ()
+
+
 def draw(
     store: Store,
     name: str,
@@ -101,8 +109,8 @@ def draw(
     noted: str | None,
     optional: bool = False,
 ) -> list[str]:
-    """Draw, and say what was skipped. noted: an `origin`, kept once all figures are drawn; optional: of `names`, those
-    that the tables do not fill are skipped."""
+    """Draw, and say what was skipped. noted: an `origin`, kept once all figures are drawn, and then figures that are
+    there and were not drawn now are removed; optional: of `names`, those that the tables do not fill are skipped."""
     folder = store.experiment_dir(name) / "figures"
     skipped: dict[str, str] = {}
     try:
@@ -110,6 +118,7 @@ def draw(
             written, skipped = figures.draw(built, folder, names, optional=optional)
             if noted is not None:
                 folder.mkdir(parents=True, exist_ok=True)
+                figures.remove_others(folder, written)
                 (folder / DRAWN).write_text(noted, encoding="utf-8")
     except figures.UndrawnError as error:
         skipped = error.skipped

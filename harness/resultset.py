@@ -244,6 +244,11 @@ def save(folder: str | Path, out: str | Path, *, commit: str | None = None) -> d
     }
 
 
+def render(saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What `save` returned of several sets, a line each, for people."""
+    return [f"{one['out']}: {sum(one['files'].values()) / 1e3:.0f} kB in {len(one['files'])} files" for one in saved]
+
+
 def contents(found: ResultSet, commit: str | None = None) -> dict[str, str]:
     """The files of a saved set: their names and texts. Pure."""
     if commit is None and not found.manifest.get("commits"):

@@ -27,6 +27,7 @@ COLUMNS = (
     "codec_s",
     "wait_s",
     "idle_s",
+    "initial_train_loss",
     "final_train_loss",
     "final_eval_loss",
     *(f"final_{name}" for name in metrics.SCORES),
@@ -59,6 +60,7 @@ def summarise(
         "compute_s": rank_mean_of_medians(measured, "compute_s"),
         "codec_s": rank_mean_of_medians(measured, "codec_s"),
         **_wait_and_idle(measured, waiting),
+        "initial_train_loss": None if timing else _first_loss(steps),
         "final_train_loss": None if timing else _last_epoch_loss(steps),
         "final_eval_loss": None if timing else _last_of(evals, "eval_loss"),
         **{f"final_{name}": None if timing else _last_of(evals, name) for name in metrics.SCORES},
@@ -132,6 +134,11 @@ def _wait_and_idle(steps: pd.DataFrame, waiting: pd.Series) -> dict[str, float |
     busy = joined["compute_s"] + joined["codec_s"] + joined["wait_s"]
     joined["idle_s"] = (joined["step_time_s"] - busy).clip(lower=0.0)
     return {name: rank_mean_of_medians(joined, name) for name in ("wait_s", "idle_s")}
+
+
+def _first_loss(steps: pd.DataFrame) -> float | None:
+    losses = steps[steps["train_loss"].notna()].sort_values("step")["train_loss"]
+    return None if losses.empty else float(losses.iloc[0])
 
 
 def _last_epoch_loss(steps: pd.DataFrame) -> float | None:

@@ -154,7 +154,10 @@ def tables(source: str, results: Path, size: str | None = None) -> dict[str, Any
 
 
 def plot(source: str, results: Path, names: Sequence[str], size: str | None = None) -> dict[str, Any]:
-    """Draw figures, all without `names`; returns {experiment, files}. `source` is a run for figures of one run."""
+    """Draw figures; returns {experiment, files}. `source` is a run for figures of one run.
+
+    Without `names`: those that the experiment declares, or all; what was drawn of others before is removed.
+    """
     store = Store(results)
     if any(figures.is_of_simulation(name) for name in names):
         raise UserError(f"{', '.join(names)}: predictions are drawn by `thinpipe simulate {source} --against`")
@@ -165,8 +168,10 @@ def plot(source: str, results: Path, names: Sequence[str], size: str | None = No
     name = _name(source, store, size)
     ended = outputs.ended(store, name)
     built = outputs.build(store, name)
+    wanted = names or outputs.figures_of(store, name)
+    noted = None if names else outputs.origin([*wanted, *ended])
     try:
-        files = outputs.draw(store, name, built, names, noted=None if names else outputs.origin(ended))
+        files = outputs.draw(store, name, built, wanted, noted=noted, optional=not names)
     except figures.UndrawnError as error:
         for path in error.written:
             say(f"figure: {path}")

@@ -8,6 +8,7 @@ step_time_s on the rank that has the loss, evaluation left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -68,6 +69,17 @@ def _held_out(evals: pd.DataFrame, run_id: str, column: str) -> pd.DataFrame:
     return rows.assign(loss=rows[column])[["epoch", "step", "t_s", "loss"]].reset_index(drop=True)
 
 
+def before(runs: pd.DataFrame, found: Curves) -> float | None:
+    """The mean loss of the uncompressed model before any training, where a curve ends no better; else None.
+
+    Such a run has made the model worse than it was, which the end of a curve alone does not show.
+    """
+    first = select.finite(runs[runs["forward"] == "none"], ["initial_train_loss"])["initial_train_loss"]
+    level = float(first.mean()) if len(first) else math.inf
+    ends = [found[run_id]["loss"].iloc[-1] for run_id in runs["run_id"] if run_id in found]
+    return level if any(end >= level for end in ends) else None
+
+
 def panel(ax: Axes, kind: str, x: str, runs: pd.DataFrame, found: Curves) -> list[int]:
     """Draw every method of `runs` with loss against column `x` (step or t_s); return the numbers of seeds."""
     counts = []
@@ -87,10 +99,14 @@ def against_steps(
     """A panel a kind of curve, over optimizer steps, with title, caption and legend. what: title's beginning."""
     fig = style.new_figure(1, len(kinds))
     counts = []
+    level = before(runs, kinds.get("training", {}))
     for ax, (kind, found) in zip(fig.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True):
         counts += panel(ax, kind, "step", runs, found)
         ax.set_xlabel("optimizer steps")
+        if kind == "training" and level is not None:
+            ax.axhline(level, color=style.NOTE_COLOUR, linestyle=":", zorder=1)
     text = select.caption(tables, part, columns, counts, timing=False, points=POINTS)
+    text += " Dotted: the training loss before any update, uncompressed." if level is not None else ""
     text += remark(runs, kinds)
     style.finish(fig, f"{what} against steps, part {part}", text, legend(runs))
     return fig

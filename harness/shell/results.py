@@ -1,4 +1,4 @@
-"""Verbs about results and papers: reproduce, claims, report, export, compare, profile, simulate."""
+"""Verbs about results and papers: reproduce, claims, report, export, save, compare, profile, simulate."""
 
 from __future__ import annotations
 
@@ -129,6 +129,27 @@ def export(
     print(exporting.export(path, asked[0], columns or (), claims=claims), end="")
 
 
+def save(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="Folders of experiments' results, or a folder of them.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the folders of the saved sets go.")] = RESULTS
+    / "reference",
+    *,
+    commit: Annotated[
+        str | None, typer.Option("--commit", metavar="HASH", help="Of the source, where the runs do not say.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Save results in a small form to be kept in git: tables as CSV, claims, manifest."""
+    from thinpipe.harness import resultset
+    from thinpipe.harness.store import explain_disk_full
+
+    with explain_disk_full(out):
+        found = [resultset.save(path, out / path.name, commit=commit) for path in resultset.find(paths)]
+    show(found, as_json, lambda sets: print("\n".join(resultset.render(sets))))
+
+
 def compare(
     left: Annotated[Path, typer.Argument(metavar="A", help="The folder of an experiment's results.")],
     right: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same experiment or settings.")],
@@ -210,6 +231,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "claims": claims,
     "report": report,
     "export": export,
+    "save": save,
     "compare": compare,
     "profile": profile,
     "simulate": simulate,

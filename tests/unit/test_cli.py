@@ -34,6 +34,9 @@ from thinpipe.harness.errors import UserError
 from thinpipe.harness.reproduce import PAPERS
 from thinpipe.netem import probe
 
+# What experiments/smoke.toml declares.
+FIGURES = ["loss_vs_step", "throughput_vs_bandwidth", "step_breakdown", "boundary_error"]
+
 
 @pytest.fixture(autouse=True)
 def own_place(tmp_path, monkeypatch):
@@ -155,7 +158,7 @@ def test_run_prints_a_table_names_the_figures_and_then_does_nothing(session, tmp
     assert timing == [["timing", "FP32", "100", "100.0", "80.0", "2.00", "1/1"]]
     assert "half their range" not in first.out
     drawn = [line.removeprefix("figure: ") for line in first.err.splitlines() if line.startswith("figure: ")]
-    assert [Path(name).name for name in drawn] == ["loss_vs_step.png", "throughput_vs_bandwidth.png"]
+    assert [Path(name).stem for name in drawn] == FIGURES
     assert all(Path(name).exists() for name in drawn)
     assert "no figure boundary_error: " in first.err
     assert (tmp_path / "out" / "smoke" / "tables" / "runs.csv").exists()
@@ -440,7 +443,7 @@ def test_tables_and_plot(session):
     assert all(Path(name).exists() for name in data["files"])
     assert len(data["files"]) == 2 * len(tables.TABLES)
     drawn = json.loads(thinpipe("plot", "smoke", "--json").out)["files"]
-    assert [Path(name).stem for name in drawn] == ["loss_vs_step", "throughput_vs_bandwidth"]
+    assert [Path(name).stem for name in drawn] == FIGURES
     assert thinpipe("plot", "loss_vs_time", "smoke").out == "results/smoke/figures/loss_vs_time.png\n"
 
 

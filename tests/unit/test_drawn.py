@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import synthetic
 
-from thinpipe.harness import figures, outputs, plan, plugins, sweep, verbs
+from thinpipe.harness import figures, outputs, plan, plugins, resultset, sweep, verbs
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.store import Store
 
@@ -87,6 +87,19 @@ def test_figures_are_drawn_again_when_a_run_ended_or_was_renamed(store, found):
     (store.experiment_dir("synthetic") / "runs.json").write_text(json.dumps([row | {"arm": "another label"}]))
     assert draw_if_new(store) == ["only_one"]
     assert draw_if_new(store) is None
+
+
+def test_what_an_experiment_declares_is_drawn_and_what_it_no_longer_does_is_removed(store, found, monkeypatch):
+    found(first_one=TEXT, second_one=TEXT)
+    folder = store.experiment_dir("synthetic") / "figures"
+    verbs.plot("synthetic", store.root, ())
+    (folder / "second_one.part.txt").write_text("of two parts")
+    (folder / "mine.txt").write_text("kept")
+    monkeypatch.setattr(resultset, "declared", lambda *_: SimpleNamespace(figures=("first_one",)))
+    assert verbs.plot("synthetic", store.root, ())["files"] == [str(folder / "first_one.txt")]
+    assert {path.name for path in folder.glob("*.txt")} == {"first_one.txt", "mine.txt"}
+    verbs.plot("synthetic", store.root, ["second_one"])
+    assert (folder / "second_one.txt").exists()
 
 
 def test_plot_names_a_broken_figure_and_draws_the_others(store, found, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from drawing import caption_of, cell_texts, legend_of, made, only, with_runs, words
+from drawing import caption_of, cell_texts, few, legend_of, made, only, with_runs, words
 from drawing import drawn as drawn_one
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -201,6 +201,19 @@ def test_loss_panels_hold_the_numbers_of_their_tables(tables):
         assert list(line.get_ydata()) == pytest.approx(list(expected))
         ends = synthetic.STEPS_PER_EPOCH * np.arange(1, synthetic.EPOCHS + 1)
         assert list(line.get_xdata()) == list(ends)
+
+
+def test_a_run_that_made_the_model_worse_shows_where_it_began(tables):
+    """The dotted line is the uncompressed runs' first loss, and only there where a curve ends above it."""
+    runs = few(tables)["runs"]
+    for first, lines in ((99.0, 0), (0.5, 1)):
+        started = with_runs(few(tables), initial_train_loss=[first + (row == "none") for row in runs["forward"]])
+        fig = made(load("loss_vs_step").figures(started))
+        dotted = [[line for line in ax.get_lines() if line.get_linestyle() == ":"] for ax in fig.axes]
+        assert [len(found) for found in dotted] == [lines, 0]
+        assert ("before any update" in caption_of(fig)) == bool(lines)
+        if lines:
+            assert set(dotted[0][0].get_ydata()) == {1.5}
 
 
 def test_score_panels_hold_the_numbers_of_their_tables_and_no_other_part_is_in_the_way(whole, drawn):

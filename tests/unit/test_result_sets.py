@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 import synthetic
 from made_sets import LINKS, blank, frame, made, run
+from typer.testing import CliRunner
 
+from thinpipe import cli
 from thinpipe.harness import condense, metrics, provenance, resultset
 from thinpipe.harness.errors import UserError
 from thinpipe.plots import _curves, boundary_error
@@ -101,6 +103,18 @@ def test_a_saved_set_is_small_and_names_no_folder(saved):
         assert str(out.parent) not in text
     assert json.loads((out / "claims.json").read_text())[0]["source"] == "notes.txt"
     assert "corpus.txt" in (out / "manifest.json").read_text()
+
+
+def test_the_command_saves_each_set_under_its_name(folder, tmp_path):
+    out = tmp_path / "kept"
+    shown = CliRunner().invoke(cli.app, ["save", str(folder.parent), "--out", str(out), "--json"])
+    assert shown.exit_code == 0, shown.output
+    (answer,) = json.loads(shown.stdout)
+    assert answer["experiment"] == "synthetic"
+    assert resultset.load(out / "synthetic").claims == [{**CLAIM, "source": "notes.txt"}]
+    said = CliRunner().invoke(cli.app, ["save", str(folder), "--out", str(out)]).stdout
+    assert said.startswith(f"{out / 'synthetic'}: ")
+    assert "kB in" in said
 
 
 def test_saving_again_replaces(folder, saved, tmp_path):

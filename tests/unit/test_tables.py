@@ -235,6 +235,7 @@ def test_a_frame_that_nobody_sent_is_an_error(lost):
 def test_losses_of_the_last_epoch_and_evaluation():
     evals = [EVAL, EVAL | {"step": 16, "eval_loss": 1.25}]
     found = summarised(evals=evals[::-1])
+    assert found["initial_train_loss"] == 9.0
     assert found["final_train_loss"] == pytest.approx(3.5)
     assert found["final_eval_loss"] == 1.25
     assert found["cold_step_time_s"] is None
@@ -259,6 +260,7 @@ def test_a_timing_run_has_a_cold_step_and_no_losses():
     found = summarised({"measure": "timing"}, evals=[EVAL | {"accuracy": 0.5}])
     assert found["cold_step_time_s"] == 1.0
     assert found["step_time_s"] == pytest.approx(0.70)
+    assert found["initial_train_loss"] is None
     assert found["final_train_loss"] is None
     assert found["final_eval_loss"] is None
     assert found["final_accuracy"] is None
