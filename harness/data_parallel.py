@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinpipe.harness import data_traffic
 from thinpipe.harness.compression.tensors import peak
-from thinpipe.harness.errors import CodecError, PeerError, RunError, UserError
+from thinpipe.harness.errors import OverflowedError, PeerError, RunError, UserError
 from thinpipe.harness.quantized_adam import QuantizedAdam
 from thinpipe.harness.spec import DataParallelSpec, RunSpec
 
@@ -221,7 +221,7 @@ def _raise_if_overflown(exchange: Exchange) -> None:
         return
     if math.isfinite(exchange.largest):
         if exchange.largest > _FP16_MAX:
-            raise CodecError(
+            raise OverflowedError(
                 f"a gradient of {exchange.largest:g}, summed over micro-batches, is too large for fp16: use "
                 'data_parallel.exchange "bf16"'
             )

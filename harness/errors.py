@@ -30,6 +30,13 @@ class CodecError(RunError):
     """A codec or memory broke its contract, e.g. decoded a non-finite value from finite input."""
 
 
+class OverflowedError(CodecError, DivergedError):
+    """A value that training made is finite, but beyond the format it was asked to cross in: published code would have
+    gone on with infinities. A finding about the method and its format; the message names a wider one."""
+
+    state = "diverged"
+
+
 class PeerError(RunError):
     """A peer did not send or take what was due: what a rank sees of another rank's end, seldom the cause itself."""
 

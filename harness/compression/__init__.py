@@ -78,8 +78,8 @@ tensors.py has the helpers named here):
     bits        where `grammar.bits` is not None, a large message takes what FORMULA says (without one: that many bits
                 an element), within 0.04
     diverged    NaN or infinity in the input: DivergedError, "non-finite" in its text (`raise_if_diverged`)
-    overflow    a finite value above `largest`: CodecError in encode, "made a non-finite value from a finite one" in its
-                text, and the codec to use instead (halves.py)
+    overflow    a finite value above `largest`: OverflowedError in encode, "made a non-finite value from a finite one"
+                in its text, and the codec to use instead (halves.py); the run is then one that diverged
     malformed   a payload longer or shorter than it can be: CodecError with "malformed" (`require_length`); random bytes
                 of the right length: something finite, or CodecError, and of 100 tries at least one is refused, so
                 scales or values must be checked (finite, not negative)

@@ -17,7 +17,7 @@ from thinpipe.harness.compression.tensors import (
     relative_error,
     require_length,
 )
-from thinpipe.harness.errors import CodecError
+from thinpipe.harness.errors import CodecError, OverflowedError
 
 
 def overflows(largest: float, kind: torch.dtype) -> bool:
@@ -40,7 +40,7 @@ class Half(Codec):
         largest = peak(x)
         raise_if_diverged(largest)
         if overflows(largest, self.format):
-            raise CodecError(f"{self.name} made a non-finite value from a finite one ({largest:g}); {self.advice}")
+            raise OverflowedError(f"{self.name} made a non-finite value from a finite one ({largest:g}); {self.advice}")
         out[:total].copy_(as_bytes(x.to(self.format)))
         if self.diagnose:
             self.diagnostics = {"rel_error": relative_error(x, own_decoding(self, out[:total], ctx))}

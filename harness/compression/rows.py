@@ -26,7 +26,7 @@ from thinpipe.harness.compression.base import Compressor, Context, Stateful
 from thinpipe.harness.compression.disk import Ram
 from thinpipe.harness.compression.halves import overflows
 from thinpipe.harness.compression.tensors import as_bytes, peak
-from thinpipe.harness.errors import CodecError, DivergedError, UserError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError, UserError
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _U64 = (1 << 64) - 1
@@ -197,7 +197,7 @@ class CastRows(Rows):
             raise CodecError("a value to be kept in the cache is not finite")
         if overflows(largest, CASTS[self.cast]):
             better = "bf16" if self.cast == "fp16" else "fp32"
-            raise CodecError(f"cache={self.cast} cannot hold {largest:g}; use cache={better}")
+            raise OverflowedError(f"cache={self.cast} cannot hold {largest:g}; use cache={better}")
         self.largest = max(self.largest, largest)
         return values.reshape(len(identities), -1).to(CASTS[self.cast])
 

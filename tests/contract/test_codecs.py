@@ -20,7 +20,7 @@ from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Codec, Compressor, Context, Stateful
 from thinpipe.harness.compression.kernels.layout import layout
-from thinpipe.harness.errors import CodecError, DivergedError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 CASES: dict[str, dict[str, Any]] = {
     text: bounds for plugin in plugins.find("codecs").values() for text, bounds in plugin.load().CONTRACT.items()
@@ -173,8 +173,10 @@ def test_outliers_are_kept_or_refused(text: str, size: float) -> None:
         assert_within(text, x, round_trip(text, x))
     else:
         # Above the CONTRACT's `largest`, encode refuses, and names a codec with a wider range.
-        with pytest.raises(CodecError, match=r"made a non-finite value from a finite one.*use|.*bf16"):
+        with pytest.raises(OverflowedError, match=r"made a non-finite value from a finite one.*use|.*bf16") as refused:
             encode(make(text), x)
+        # As published code would have: it goes on with an infinity, and the loss becomes one.
+        assert refused.value.state == "diverged"
 
 
 @pytest.mark.parametrize("text", [text for text, case in CASES.items() if "largest" not in case])

@@ -13,7 +13,7 @@ from thinpipe.harness.compression.base import Codec, Context
 from thinpipe.harness.compression.hosted import Hosted, require_plain
 from thinpipe.harness.compression.kernels import rotate
 from thinpipe.harness.compression.tensors import peak, raise_if_diverged
-from thinpipe.harness.errors import CodecError
+from thinpipe.harness.errors import CodecError, OverflowedError
 
 VERSION = 1
 SUMMARY = (
@@ -63,7 +63,7 @@ class Hadamard(Hosted):
         largest = peak(x)
         raise_if_diverged(largest)
         if largest > 2.0**125 / self.block:
-            raise CodecError(
+            raise OverflowedError(
                 f"a rotation made a non-finite value from a finite one, or nearly ({largest:g}); use "
                 f"{self.codec.name} alone"
             )

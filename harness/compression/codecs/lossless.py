@@ -19,7 +19,7 @@ from thinpipe.harness.compression.tensors import (
     raise_if_diverged,
     relative_error,
 )
-from thinpipe.harness.errors import CodecError
+from thinpipe.harness.errors import CodecError, OverflowedError
 
 VERSION = 1
 SUMMARY = "exact float32 by zstandard, or bfloat16 with its exponents entropy-coded"
@@ -53,7 +53,9 @@ class Lossless(Codec):
         largest = peak(x)
         raise_if_diverged(largest)
         if not self.exact and overflows(largest, torch.bfloat16):
-            raise CodecError(f"{self.name} made a non-finite value from a finite one ({largest:g}); use lossless:zstd")
+            raise OverflowedError(
+                f"{self.name} made a non-finite value from a finite one ({largest:g}); use lossless:zstd"
+            )
         total = 0
         if x.numel():
             raw = as_bytes(x if self.exact else x.to(torch.bfloat16))

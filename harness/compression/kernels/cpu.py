@@ -16,7 +16,7 @@ import numpy as np
 
 from thinpipe.harness.compression.kernels import fused
 from thinpipe.harness.compression.kernels.layout import Grid, Layout
-from thinpipe.harness.errors import CodecError, DivergedError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 
 def encode(x: np.ndarray, where: Layout, grid: Grid, key: int, out: np.ndarray) -> int:
@@ -140,7 +140,7 @@ def _encode_checked(
     if status == fused.NONFINITE:
         raise DivergedError("the tensor to send holds a non-finite value (NaN or infinity)")
     if status == fused.SCALE_OVERFLOW:
-        raise CodecError(
+        raise OverflowedError(
             "a scale above 65504 made a non-finite value from a finite one: preset=acsgd keeps scales as fp16; "
             "leave the preset out to use bf16"
         )

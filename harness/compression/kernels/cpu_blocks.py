@@ -11,7 +11,7 @@ import numpy as np
 
 from thinpipe.harness.compression.kernels import blocks, reference_blocks
 from thinpipe.harness.compression.kernels.reference_blocks import Blocks, MinMax
-from thinpipe.harness.errors import CodecError, DivergedError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 _ELEMENTS = {"uniform": blocks.UNIFORM, "nf4": blocks.NF4, "e2m1": blocks.E2M1, "e4m3": blocks.E4M3}
 _SCALES = {"fp32": blocks.FP32, "bf16": blocks.BF16, "fp16": blocks.FP16, "e8m0": blocks.E8M0}
@@ -77,7 +77,7 @@ def _check(status: int, scale: str = "") -> None:
     if status == blocks.NONFINITE:
         raise DivergedError("the tensor to send holds a non-finite value (NaN or infinity)")
     if status == blocks.SCALE_OVERFLOW:
-        raise CodecError(reference_blocks.too_wide(scale))
+        raise OverflowedError(reference_blocks.too_wide(scale))
     if status == blocks.MALFORMED:
         raise CodecError("the payload is malformed: no encoder writes such a scale, code or padding")
 

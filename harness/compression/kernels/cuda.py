@@ -24,7 +24,7 @@ from thinpipe.harness.compression.kernels import cuda_device
 from thinpipe.harness.compression.kernels.cuda_device import Launcher, scalars
 from thinpipe.harness.compression.kernels.layout import Grid, Layout
 from thinpipe.harness.compression.tensors import require_length
-from thinpipe.harness.errors import CodecError, DivergedError, UserError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError, UserError
 
 NONFINITE, SCALE_OVERFLOW, MALFORMED = 1, 2, 4
 #: Kernels count elements in 32 bits.
@@ -99,7 +99,7 @@ def raise_for(work: torch.Tensor, overflow: str = "") -> None:
     if found & NONFINITE:
         raise DivergedError("the tensor to send holds a non-finite value (NaN or infinity)")
     if found & SCALE_OVERFLOW:
-        raise CodecError(overflow)
+        raise OverflowedError(overflow)
     if found & MALFORMED:
         raise CodecError("the payload is malformed: no encoder writes such a scale, code or padding")
 

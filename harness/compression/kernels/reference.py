@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from thinpipe.harness.compression.kernels.layout import BF16_MAX, TINY, Grid, Layout
-from thinpipe.harness.errors import CodecError, DivergedError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 _WORD = 0xFFFFFFFF
 
@@ -52,7 +52,7 @@ def scales(largest: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tenso
     if grid.published:
         half = largest.to(torch.float16)
         if not bool(torch.isfinite(half).all()):
-            raise CodecError(
+            raise OverflowedError(
                 f"a scale of {largest.max().item():g} made a non-finite value from a finite one: preset=acsgd "
                 "keeps scales as fp16; leave the preset out to use bf16"
             )

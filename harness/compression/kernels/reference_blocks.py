@@ -33,7 +33,7 @@ import torch
 
 from thinpipe.harness.compression.kernels.layout import BF16_MAX, TINY
 from thinpipe.harness.compression.kernels.reference import pack, uniform, unpack
-from thinpipe.harness.errors import CodecError, DivergedError
+from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 #: Bytes of a stored scale.
@@ -205,7 +205,7 @@ def _store(span: torch.Tensor, how: Blocks) -> tuple[torch.Tensor, torch.Tensor]
     """(bytes of the stored scales, float32 scales) of the blocks' spans."""
     largest = LARGEST_SPAN.get(how.scale, FLOAT_MAX) if how.element != "e2m1" else FLOAT_MAX
     if bool((span > largest).any()):
-        raise CodecError(too_wide(how.scale))
+        raise OverflowedError(too_wide(how.scale))
     if how.scale == "fp32":
         kept: torch.Tensor = torch.where(span < TINY, 0.0, span)
         return kept.view(torch.uint8), kept
