@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from command import command
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -36,27 +36,18 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-# Nothing here is timed: it need not wait for whoever measures on this machine.
-OWN_LOCK = """
-import os, pathlib
-from thinpipe import cli
-from thinpipe.harness import lock
-lock.PATH = pathlib.Path(os.environ["THINPIPE_CACHE"], "lock")
-cli.main()
-"""
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", OWN_LOCK, *arguments]
-
-
 def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "THINPIPE_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
 
 
 def thinpipe(cache: Path, *arguments: str) -> dict:
     done = subprocess.run(
-        command(*arguments, "--json"), capture_output=True, text=True, timeout=300, env=environment(cache), check=False
+        command(cache, *arguments, "--json"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(cache),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -95,7 +86,7 @@ def test_a_pretrained_model_is_the_one_its_recipe_says(base, cache):
 @pytest.mark.slow
 def test_an_interrupted_one_goes_on_and_ends_as_if_it_had_not_been(base, cache, tmp_path):
     begun = subprocess.Popen(
-        command(*PRETRAIN, "--out", str(tmp_path / "again")), stderr=subprocess.PIPE, env=environment(cache)
+        command(cache, *PRETRAIN, "--out", str(tmp_path / "again")), stderr=subprocess.PIPE, env=environment(cache)
     )
     try:
         deadline = time.monotonic() + 300
