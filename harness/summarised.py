@@ -5,6 +5,7 @@ Shared by export.py and compare.py. Pure.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from thinpipe.harness.claims.metrics import REGISTRY
 from thinpipe.harness.claims.subject import Metric
+from thinpipe.harness.dotted import flat
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.metrics import RUNS
 from thinpipe.harness.resultset import ResultSet
@@ -32,7 +34,7 @@ class CellRuns:
 
     @property
     def label(self) -> str:
-        """What sets this cell apart, as people read it; a setting left at its default is said so."""
+        """What sets this cell apart, as people read it."""
         return ", ".join(f"{key.rpartition('.')[2]} {_word(value)}" for key, value in self.settings.items())
 
     def values(self, metric: Metric, *, flagged: bool = False) -> dict[int, float]:
@@ -54,9 +56,17 @@ class CellRuns:
         return any(row["fidelity"] != "ok" for row in self.runs.values())
 
 
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    """Dotted key -> its default: a run's settings leave it out, and its neighbours' may not."""
+    from thinpipe.harness.spec import parse
+
+    return flat(parse({}).model_dump(mode="json"))
+
+
 def _word(value: Any) -> str:
     if value is None:
-        return "default"
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -76,7 +86,7 @@ def cells(found: ResultSet, differing: Mapping[tuple[str, str], Sequence[str]] |
     groups: dict[tuple[str, str, str], tuple[dict[str, Any], dict[int, Any]]] = {}
     for row in found.tables["runs"].to_dict("records"):
         own = found.settings.get(row["run_id"], {})
-        settings = {key: own.get(key) for key in differing.get((row["part"], row["arm"]), ())}
+        settings = {key: own.get(key, _defaults().get(key)) for key in differing.get((row["part"], row["arm"]), ())}
         key = (row["part"], row["arm"], json.dumps(settings, sort_keys=True))
         _, runs = groups.setdefault(key, (settings, {}))
         if row["seed"] in runs:

@@ -32,6 +32,13 @@ def two_rates():
     return made(rows, lambda row: {"network.rate_mbit": row["rate_mbit"]}, claims=[CLAIM])
 
 
+def test_a_setting_that_a_run_leaves_at_its_default_is_shown_with_its_value():
+    rows = [run(10 * stages + seed, arm="A", seed=seed) for stages in (0, 1) for seed in range(2)]
+    found = made(rows, lambda row: {"pipeline.stages": 8} if int(row["run_id"], 16) >= 10 else {})
+    text = export.summary(found, "markdown")
+    assert ("| stages 2 |" in text, "| stages 8 |" in text) == (True, True), text
+
+
 def test_a_markdown_summary_has_a_row_a_cell():
     lines = export.summary(two_rates(), "markdown").splitlines()
     assert lines[2] == "| part | arm | setting | step\\_time\\_s (s) | final\\_train\\_loss (nat) | seeds |"
