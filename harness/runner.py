@@ -176,13 +176,17 @@ class Session:
         }
 
     def calibration(self, spec: RunSpec, lab: Any) -> list[dict[str, Any]]:
-        """Measurements of the links that matter, taken once a network in this session."""
+        """Measurements of the links that matter, taken once a network in this session; one that found a link off, again
+        by the next run, which would otherwise bear a flag for what was wrong before it began."""
         pairs = carrying(spec)
         key = spec.network_id, pairs
         if key not in self._calibrations:
             at = datetime.now(UTC).isoformat(timespec="seconds")
             measured = calibrate.calibrate(lab, pairs) if self.calibrated else []
-            self._calibrations[key] = [asdict(link) | {"calibrated_at": at} for link in measured]
+            found = [asdict(link) | {"calibrated_at": at} for link in measured]
+            if not all(link.ok for link in measured):
+                return found
+            self._calibrations[key] = found
         return self._calibrations[key]
 
 
