@@ -24,6 +24,8 @@ from thinpipe.netem import tools as netem_tools
 from thinpipe.netem.errors import NetemError
 
 COMMAND_LIMIT_S = 5.0
+# What a run is made with.
+SOURCES = ("harness", "netem", "plots", "experiments", "cli.py", "__init__.py", "pyproject.toml")
 
 
 @functools.cache
@@ -131,7 +133,8 @@ def source() -> dict[str, Any] | None:
         return None
     # The folder may belong to another user than the one who runs; reading a commit id is safe then too.
     git = ["git", "-c", "safe.directory=*", "-C", str(plugins.ROOT)]
-    changes = _output([*git, "status", "--porcelain"])
+    # What is not in git counts where it could be a plug-in; a folder of results beside the packages is no change.
+    changes = _output([*git, "status", "--porcelain", "--", *SOURCES])
     return {
         "commit": _output([*git, "rev-parse", "HEAD"]),
         "dirty": None if changes is None else bool(changes),

@@ -118,8 +118,8 @@ def test_experiments_share_runs():
         name: {spec.run_id for cell in loaded(f"rudakov/{name}", "cpu").cells() for _, spec in cell.runs}
         for name in ("R3", "R5", "R6", "R7")
     }
-    for one, other, arms in (("R3", "R5", 5), ("R3", "R6", 5), ("R5", "R7", 3), ("R6", "R7", 2)):
-        assert len(by_name[one] & by_name[other]) == 5 * arms
+    for one, other, arms, seeds in (("R3", "R5", 5, 3), ("R3", "R6", 5, 5), ("R5", "R7", 3, 3), ("R6", "R7", 2, 3)):
+        assert len(by_name[one] & by_name[other]) == seeds * arms
 
 
 def test_evaluation_on_and_off_differ_in_nothing_else():

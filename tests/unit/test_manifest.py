@@ -64,13 +64,17 @@ def test_source_of_a_checkout(tmp_path, monkeypatch):
         subprocess.run(["git", *who, "-C", str(tmp_path), *args], check=True, capture_output=True, timeout=30)
 
     git("init", "-q")
-    (tmp_path / "x").write_text("1")
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "x").write_text("1")
     assert manifest.source() == {"commit": None, "dirty": True}
-    git("add", "x")
+    git("add", ".")
     git("commit", "-qm", "x")
     assert manifest.source()["dirty"] is False
     assert len(manifest.source()["commit"]) == 40
-    (tmp_path / "x").write_text("2")
+    (tmp_path / "results-2").mkdir()
+    (tmp_path / "results-2" / "runs.json").write_text("[]")
+    assert manifest.source()["dirty"] is False, "results are no source"
+    (tmp_path / "harness" / "x").write_text("2")
     assert manifest.source()["dirty"] is True
 
 
