@@ -22,7 +22,8 @@ HIGHER = (
     "measured_compression_ratio",
 )  # fmt: skip
 LOWER = (
-    "step_time_s", "cold_step_time_s", "compute_s", "codec_s", "wait_s", "idle_s", "wall_s", "final_train_loss",
+    "step_time_s", "cold_step_time_s", "compute_s", "codec_s", "wait_s", "idle_s", "wall_s",
+    "initial_train_loss", "final_train_loss",
     "final_eval_loss", "predicted_memory_mib", "peak_memory_mib", "memory_state_bytes", "raw_bytes", "payload_bytes",
     "frame_bytes", "wire_bytes", "sync_bytes", "data_bytes", "run_queue_pct", "measured_rtt_ms",
 )  # fmt: skip
