@@ -36,17 +36,22 @@ def ended(store: Store) -> dict[str, int]:
 def test_a_reproduction_that_was_killed_goes_on_to_its_page(tmp_path):
     store = Store(tmp_path / "results")
     killed = start(tmp_path)
-    deadline = time.monotonic() + 300
-    while not ended(store) and killed.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert killed.poll() is None, killed.communicate()[0]
-    killed.kill()
-    killed.communicate()
+    try:
+        deadline = time.monotonic() + 300
+        while not ended(store) and killed.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert killed.poll() is None, killed.communicate()[0]
+    finally:
+        killed.kill()
+        killed.communicate()
     before = ended(store)
     assert 1 <= len(before) < 3
 
     again = start(tmp_path)
-    said, _ = again.communicate(timeout=300)
+    try:
+        said, _ = again.communicate(timeout=300)
+    finally:
+        again.kill()
     assert again.returncode == 0, said
     after = ended(store)
     assert len(after) == 3
