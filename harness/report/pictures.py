@@ -29,14 +29,14 @@ def of(found: ResultSet, prefix: str) -> tuple[list[Picture], dict[str, str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            _, absent = figures.draw(_whole(found), folder, found.figures, optional=True, formats=("svg",))
+            _, absent = figures.draw(whole(found), folder, found.figures, optional=True, formats=("svg",))
         except figures.UndrawnError as error:
             absent = {**error.skipped, "": str(error)}
         return _read(folder, prefix, absent)
 
 
-def _whole(found: ResultSet) -> dict:
-    """Its tables, those that it has no rows of too: a figure may ask for any."""
+def whole(found: ResultSet) -> dict:
+    """The tables of a set, those that it has no rows of too: a figure may ask for any."""
     from thinpipe.harness.shards import schema
     from thinpipe.harness.tables import TABLES, to_frame
 

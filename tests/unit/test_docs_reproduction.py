@@ -1,19 +1,32 @@
 """docs/reproduction.md against the results that are kept. `python tests/unit/test_docs_reproduction.py` writes its
-tables anew; the findings above them are written by hand, and every claim that fails or diverges must have one."""
+tables anew and draws its figures, those whose tables have changed (all with --all); the findings above them are written
+by hand, and every claim that fails or diverges must have one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from thinpipe.harness import experiment, reproduce, resultset
+from thinpipe.harness import experiment, figures, reproduce, resultset
 from thinpipe.harness.report.page import must_be, number, span
+from thinpipe.harness.report.pictures import whole
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, REFERENCE = ROOT / "docs" / "reproduction.md", ROOT / "results" / "reference"
+FIGURES = DOCS.parent / "figures"
+# A text chunk of each figure's file: the tables it was drawn from.
+DRAWN_FROM = "drawn-from"
+MAX_WIDTH = 1100
 START = "<!-- results: start -->"
 PAPERS = {
     "acsgd": "arXiv 2206.01299, AC-SGD / AQ-SGD",
@@ -58,11 +71,10 @@ def section(source: str, folder: Path) -> list[str]:
     found = claims(folder)
     states = [claim["state"] for claim in found]
     counted = ", ".join(f"{states.count(state)} {state}" for state in MARK if state in states)
-    figures = ", ".join(f"`{name}`" for name in manifest["figures"])
     lines = [
         f"### Claims of {source}: {manifest['title']}",
         "",
-        f"{manifest['question']} Figures: {figures}. {len(runs)} runs, seeds "
+        f"{manifest['question']} {len(runs)} runs, seeds "
         f"{', '.join(map(str, sorted(set(runs['seed']))))}; commit {', '.join(c[:12] for c in manifest['commits'])}, "
         f"{manifest['date'][:10]}. Claims: {counted or 'none'}.",
         "",
@@ -81,7 +93,60 @@ def section(source: str, folder: Path) -> list[str]:
             why(source, claim),
         ]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    lines += throughput(source, runs) if "throughput_vs_bandwidth" in manifest["figures"] else []
+    for path in pictures(source):
+        lines += ["", f"![{source}: {path.stem}]({path.relative_to(DOCS.parent).as_posix()})"]
     return [*lines, ""]
+
+
+def throughput(source: str, runs: pd.DataFrame) -> list[str]:
+    """Samples a second by method and rate, of each part that was timed: mean of its unflagged runs, and how many."""
+    lines = []
+    for part, timed in runs[runs["measure"] == "timing"].groupby("part", sort=False):
+        rates = sorted(set(timed["rate_mbit"]), reverse=True)
+        titles = " | ".join(f"{rate:g} Mbit/s" for rate in rates)
+        lines += ["", f"Samples/s of {source}, {part}, mean (runs without a flag):", ""]
+        lines += [f"| method | {titles} |", f"|---{'|---:' * len(rates)}|"]
+        for arm, of_arm in timed.groupby("arm", sort=False):
+            cells = []
+            for rate in rates:
+                good = of_arm[(of_arm["rate_mbit"] == rate) & (of_arm["fidelity"] == "ok")]["samples_per_s"]
+                cells.append(f"{good.mean():.3g} ({len(good)})" if len(good) else "all flagged")
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
+
+
+def pictures(source: str) -> list[Path]:
+    return sorted((FIGURES / source.replace("/", "-")).glob("*.png"))
+
+
+def origin(folder: Path) -> str:
+    """What a set's figures are drawn from: its tables, and which figures it has."""
+    digest = hashlib.sha256(json.dumps(resultset.load(folder).figures).encode())
+    for path in sorted((folder / "tables").iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def drawn_from(path: Path) -> str | None:
+    with Image.open(path) as image:
+        return image.info.get(DRAWN_FROM)
+
+
+def draw(source: str, folder: Path) -> None:
+    """The figures of a set as PNGs of few colours, small enough to keep."""
+    found = resultset.load(folder)
+    target = FIGURES / source.replace("/", "-")
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    said = PngInfo()
+    said.add_text(DRAWN_FROM, origin(folder))
+    with tempfile.TemporaryDirectory() as name:
+        written, _ = figures.draw(whole(found), Path(name), found.figures, optional=True, formats=("png",))
+        for path in written:
+            with Image.open(path) as image:
+                image.thumbnail((MAX_WIDTH, MAX_WIDTH))
+                image.convert("RGB").quantize(64).save(target / path.name, optimize=True, pnginfo=said)
 
 
 def unchecked(paper: str) -> list[str]:
@@ -177,6 +242,19 @@ def test_the_undecided_say_what_they_need(source):
             assert claim["needs"] or claim["why"], claim["claim"]
 
 
+@pytest.mark.parametrize("source", sorted(kept()))
+def test_the_figures_are_drawn_from_the_kept_tables(source):
+    folder = kept()[source]
+    drawn = pictures(source)
+    assert {path.stem.partition(".")[0] for path in drawn} == set(resultset.load(folder).figures)
+    stale = [path.name for path in drawn if drawn_from(path) != origin(folder)]
+    assert not stale, f"draw them with: python tests/unit/{Path(__file__).name}"
+    assert all(path.stat().st_size < 200_000 for path in drawn)
+
+
 if __name__ == "__main__":
+    for source, folder in kept().items():
+        if "--all" in sys.argv or {drawn_from(path) for path in pictures(source)} != {origin(folder)}:
+            draw(source, folder)
     DOCS.write_text(DOCS.read_text(encoding="utf-8").partition(START)[0] + rendered(), encoding="utf-8")
     print(f"wrote the tables of {DOCS}")
