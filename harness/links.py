@@ -34,6 +34,9 @@ from thinpipe.harness.data_traffic import Traffic
 from thinpipe.harness.errors import RunError, UserError
 
 _PROBE_BYTES = 64
+# What a full queue on the sender's own host refuses, TCP counts as sent, and sends again later without calling it
+# retransmitted.
+_OVERFLOW = "; where the link's own queue overflowed, TCP counts that twice: raise network.queue_ms"
 
 
 @dataclass
@@ -141,7 +144,7 @@ class Links:
             if found != expected[peer]:
                 raise RunError(
                     f"rank {self.rank} to {peer}: TCP sent {found} B, but frames and gloo's additions are "
-                    f"{expected[peer]} B"
+                    f"{expected[peer]} B" + (_OVERFLOW if found > expected[peer] else "")
                 )
         loopback = 0 if self.loopback_bytes is None else tcp.loopback_bytes() - self.loopback_bytes
         if loopback:
@@ -153,7 +156,7 @@ class Links:
         if sent.get("data", 0) != due:
             raise RunError(
                 f"rank {self.rank}: TCP sent {sent.get('data', 0)} B between data groups, but the exchange's formula "
-                f"gives {due} B"
+                f"gives {due} B" + (_OVERFLOW if sent.get("data", 0) > due else "")
             )
         return {
             "tcp_bytes": sum(c.bytes_sent for c in grown.values()),
