@@ -25,7 +25,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,9 @@ class ExperimentPart:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A declared grid, expanded. `seeds` in the order they are to be run; claims: those of this size; figures: the
-    ones it is drawn in, all that fit when empty."""
+    """A declared grid, expanded. `seeds` in the order they are to be run; claims: those of this size; unasked: name of
+    each claim that the changes leave nothing of to compare -> why; figures: the ones it is drawn in, all that fit when
+    empty."""
 
     name: str
     title: str
@@ -88,6 +89,7 @@ class Experiment:
     #: How it was asked for: name or path, and the changes.
     source: str = ""
     overrides: tuple[str, ...] = ()
+    unasked: Mapping[str, str] = field(default_factory=dict)
 
     def cells(self) -> Iterator[Cell]:
         for part in self.parts:
@@ -177,16 +179,18 @@ def expand(
         composed = None  # a size without one of the two has no curves
     if composed is not None:
         parts += _composition_check(composed, parts, str(name), where)
+    asked, unasked = _claims(data, layer.name, parts, where, changed=bool(changes))
     return Experiment(
         name if layer.name is None else f"{name}.{layer.name}",
         str(data.get("title", name)),
         str(data.get("question", "")),
         tuple(parts),
         layer.name,
-        _claims(data, layer.name, parts, where),
+        asked,
         composed,
         declared.needs(data.get("needs", []), where),
         declared.figures(data.get("figures", []), where),
+        unasked=unasked,
     )
 
 
@@ -224,22 +228,32 @@ def _expand_part(item: Mapping[str, Any], layer: sizes.Layer, changes: Settings,
 
 
 def _claims(
-    data: Mapping[str, Any], size: str | None, parts: Sequence[ExperimentPart], where: str
-) -> tuple[Claim, ...]:
-    """The claims of one size, each checked against the parts and arms that there are."""
+    data: Mapping[str, Any], size: str | None, parts: Sequence[ExperimentPart], where: str, *, changed: bool
+) -> tuple[tuple[Claim, ...], dict[str, str]]:
+    """The claims of one size, each checked against the parts and arms that there are, and those left out.
+
+    One that does not fit them is an error of the file, unless they were changed from outside: a single rate instead of
+    an axis leaves a claim about that axis without sense, and the runs no worse.
+    """
     found = declared.claims(_tables(data, "claim", where), where)
     for claim in found:
         for name in claim.sizes:
             if name not in sizes.SIZES:
                 raise UserError(f"{where} claim {claim.name!r}: unknown size {name!r}.{near_miss(name, sizes.SIZES)}")
     found = tuple(claim for claim in found if not claim.sizes or size in claim.sizes)
+    unasked: dict[str, str] = {}
     if found:
         from thinpipe.harness import claims
 
         by_name = {part.name: part for part in parts}
         for claim in found:
-            claims.check(claim, by_name, where)
-    return found
+            try:
+                claims.check(claim, by_name, where)
+            except UserError as error:
+                if not changed:
+                    raise
+                unasked[claim.name] = str(error)
+    return tuple(claim for claim in found if claim.name not in unasked), unasked
 
 
 def _composition_check(

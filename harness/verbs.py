@@ -33,6 +33,8 @@ def planned(
     for as a ratio needs it and it is not known yet."""
     store = Store(results)
     loaded = resolved(experiments.load(source, overrides or (), size), store, measure=measure)
+    for why in loaded.unasked.values():
+        say(f"not asked with --set: {why}")
     return loaded, store, plans.make(loaded, store, only=only, limit=limit)
 
 

@@ -275,7 +275,7 @@ def log_axis(axis: Axis, values: Sequence[float]) -> None:
     coarse = [tick for tick in fine if f"{tick:e}"[0] in "125"]
     ticks = coarse if len(coarse) >= 2 else fine or [math.sqrt(low * high)]
     axis.axes.set(**{f"{which}lim": (low, high)})
-    axis.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    axis.set_ticks(ticks, labels=[f"{tick:.6g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
 

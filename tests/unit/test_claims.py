@@ -11,7 +11,7 @@ from claim_cases import BAD, TIME, declared, judged, losses, run_rows, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.harness import claims
+from thinpipe.harness import claims, experiment
 from thinpipe.harness.claims import render as render_claims
 from thinpipe.harness.claims.verdict import LEVEL, decide, obeys
 from thinpipe.harness.errors import UserError
@@ -399,6 +399,17 @@ def test_what_cannot_be_judged_is_refused_at_load_time(item, message):
     with pytest.raises(UserError, match=r"claim 'c0': ") as refused:
         declared(item)
     assert message in str(refused.value)
+
+
+def test_a_claim_that_changes_leave_nothing_to_compare_is_not_asked_and_named():
+    whole = experiment.load("acsgd/T2", size="cpu")
+    assert whole.unasked == {}
+    one = experiment.load("acsgd/T2", ["network.rate_mbit=300"], "cpu")
+    assert "one value of network.rate_mbit" in one.unasked["gpt2-xl: FP32 falls"]
+    assert "no cell with network.rate_mbit = 100" in one.unasked["gpt2-xl: AQ-SGD beats FP32 at 100 Mbit/s"]
+    assert {claim.name for claim in one.claims} | set(one.unasked) == {claim.name for claim in whole.claims}
+    assert "gpt2-xl: AQ-SGD beats FP32 at 300 Mbit/s" in {claim.name for claim in one.claims}
+    assert experiment.load("acsgd/T2", ["seeds=[0]"], "cpu").unasked == {}
 
 
 def test_a_cell_without_a_counterpart_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import textwrap
@@ -91,6 +92,16 @@ def test_an_experiment_that_a_command_names_exists(page, arguments):
         *figures, name = names
         assert name in experiment.builtin() or name.endswith((".toml", ".json")) or name.isupper()
         assert set(figures) <= set(plugins.find("figures"))
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands())
+def test_an_experiment_that_a_command_names_expands_as_changed(page, arguments):
+    """With the size and the changes that the command gives."""
+    verb, *rest = shlex.split(arguments)
+    given = list(itertools.pairwise(rest))
+    if verb in ("plan", "run", "simulate", "profile") and rest and rest[0] in experiment.builtin():
+        sizes = [after for word, after in given if word == "--size"]
+        experiment.load(rest[0], [after for word, after in given if word == "--set"], *sizes[:1])
 
 
 def test_a_network_script_that_a_command_shows_can_be_made():
