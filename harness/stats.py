@@ -19,7 +19,7 @@ import numpy as np
 #: Bisection halves [0, LARGEST] until it is below the last bit: 1 ulp of 1e6 needs fewer than 80 steps.
 LARGEST_T = 1e6
 HALVINGS = 80
-#: Of a loss to reach, for figures and claims alike: arXiv 2206.01299 shows curves that end together, and gives no number.
+#: Of a loss to reach, for figures and claims alike; arXiv 2206.01299 shows curves that end together, without a number.
 TOLERANCE = 1.1
 
 

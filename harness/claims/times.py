@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from thinpipe.harness.claims.series import losses
 from thinpipe.harness.claims.subject import REQUIRED, Flagged, Metric, NoValue, Subject
+from thinpipe.harness.stats import TOLERANCE, time_to_target
 from thinpipe.netem.link import segmented_bytes
 
 if TYPE_CHECKING:
@@ -137,14 +138,12 @@ def bytes_to_target(subject: Subject) -> float:
 
 def _reached(subject: Subject, at: pd.Series, by_epoch: pd.Series) -> float:
     """at, by_epoch: what counts, and the mean loss, at each epoch's end."""
-    from thinpipe.harness import stats
-
     if subject.reference is None or subject.reference.row["state"] == "diverged":
         raise NoValue("the run that sets the target diverged, or is missing")
     tolerance = subject.args["tolerance"]
-    tolerance = stats.TOLERANCE if tolerance is None else tolerance
+    tolerance = TOLERANCE if tolerance is None else tolerance
     target = tolerance * subject.reference.column("final_train_loss")
-    found = stats.time_to_target(list(at.astype(float)), list(by_epoch.astype(float)), target)
+    found = time_to_target(list(at.astype(float)), list(by_epoch.astype(float)), target)
     return math.inf if found is None else found
 
 
@@ -228,8 +227,8 @@ METRICS = (
     ),
     Metric(
         "time_to_target_s", "training time at the end of the first epoch whose mean loss is at or below "
-        f"final_train_loss of arm `target`, times `tolerance` ({stats.TOLERANCE} unless given)", "s", "lower", time_to_target_s,
-        ("curves",), is_time=True, args={**TARGET, "time_of": None}, reference="target",
+        f"final_train_loss of arm `target`, times `tolerance` ({TOLERANCE} unless given)", "s", "lower",
+        time_to_target_s, ("curves",), is_time=True, args={**TARGET, "time_of": None}, reference="target",
     ),
     Metric(
         "bytes_to_target", "frame bytes sent until then", "B", "lower", bytes_to_target, ("steps", "transfers"),
