@@ -57,7 +57,8 @@ def test_every_link_of_a_topology_is_measured():
         start = time.monotonic()
         found = calibrate(lab)
         took = time.monotonic() - start
-    predicted = sum(predict_s(link) for link in topology.links.values())
+    # On a busy machine a link may have to be measured again.
+    predicted = sum(predict_s(topology.links[m.source, m.destination]) * m.tries for m in found)
     assert [(m.source, m.destination) for m in found] == list(topology.links)
     for made in found:
         asked = rates[made.source][made.destination]

@@ -61,7 +61,7 @@ def test_the_target_is_that_of_the_same_seed_with_its_slack():
         }
     )
     assert _composed.baseline(runs) == "FP32"
-    assert _composed.targets(runs, "FP32") == pytest.approx({0: 2.04, 1: 3.06})
+    assert _composed.targets(runs, "FP32") == pytest.approx({0: 2.2, 1: 3.3})
     assert _composed.baseline(runs[runs["arm"] == "x"]) == "x"
 
 
@@ -71,14 +71,15 @@ def test_the_lines_hold_the_times_and_what_did_not_get_there_is_an_arrow(tables)
     lines = {line.get_label(): line for line in ax.get_lines()}
     runs = tables["runs"].query("part == 'convergence' and arm == 'FP32'")
     curves = tables["curves"][tables["curves"]["run_id"].isin(runs["run_id"])]
-    goal = dict(zip(runs["run_id"], 1.02 * runs["final_train_loss"], strict=True))
+    goal = dict(zip(runs["run_id"], 1.1 * runs["final_train_loss"], strict=True))
     first = curves[curves["train_loss"] <= curves["run_id"].map(goal)].groupby(["rate_mbit", "run_id"])["t_s"].min()
     assert list(lines["FP32"].get_ydata()) == pytest.approx(list(first.groupby("rate_mbit").mean()))
     arrows = {line.get_gid() for line in ax.get_lines() if line.get_marker() == time_to_target.ARROW}
-    assert {"censored DirectQ fw2 bw8", "censored AQ-SGD fw2 bw8"} <= arrows
+    assert "censored DirectQ fw2 bw8" in arrows
+    assert "censored AQ-SGD fw4 bw8" not in arrows
     assert len(lines["DirectQ fw2 bw8"].get_xdata()) == 0
     assert time_to_target.NOT_REACHED in legend_of(fig)
-    assert "the final training loss of FP32 with the same seed, within 2%" in caption_of(fig)
+    assert "the final training loss of FP32 with the same seed, within 10%" in caption_of(fig)
 
 
 def test_no_curve_is_an_error_that_says_which_timing_run_is_missing(tables):
@@ -139,7 +140,9 @@ def test_alone_at_the_target_or_nobody_there():
     assert choose({"b": Reached({}, {0: 9.0}, False)}) is None
 
 
-def test_the_map_names_the_first_and_hatches_what_is_undecided(tables):
+def test_the_map_names_the_first_and_hatches_what_is_undecided(tables, monkeypatch):
+    # A target so near that these made-up methods differ by more than their seeds.
+    monkeypatch.setattr(_composed, "TOLERANCE", 1.02)
     plain = with_runs(tables, fidelity="ok")
     (ax,) = made(load("best_method").figures(plain)).axes
     assert [t.get_text().split("\n")[0] for t in ax.texts] == ["AQ-SGD fw4 bw8"] * 3

@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from thinpipe.harness import experiment, figures, plugins, reproduce, resultset, stats
+from thinpipe.harness.claims.metrics import REGISTRY
 from thinpipe.harness.report.page import must_be, number, span
 from thinpipe.harness.report.pictures import whole
 
@@ -248,6 +249,8 @@ def test_the_kept_claims_are_those_declared(source):
 def bounds(claim, judged: float | list[float]) -> bool:
     """Whether a claim was judged against what it says now: a number, or the two ends of `~`."""
     centre = claim.factor if claim.bound is None else claim.bound
+    if claim.bound is None and judged == 0.0:
+        return claim.relation == "==" or REGISTRY[claim.metric].scale == "difference"
     if isinstance(judged, list):
         return any(judged[1] == pytest.approx(end) for end in (centre * (1 + claim.margin), centre + claim.margin))
     return judged == pytest.approx(centre)
