@@ -5,6 +5,8 @@ one fork server that measures each network once. in full: every cell its own pro
 on a sample of cells, drawn by a fixed seed, and scaled up by the composed times of all cells.
 
     speedup >= 5        max_difference <= 0.05        losses equal, bit for bit
+
+`differences` says of which cells, so that one that is off can be looked into.
 """
 
 from __future__ import annotations
@@ -94,6 +96,10 @@ def result(
     return {
         "speedup": float(whole_s / composed_s),
         "max_difference": float(checked["total_error"].max()),
+        "differences": {
+            f"{cell.arm}, {cell.runs[0][1].network.rate_mbit:g} Mbit/s": float(error)
+            for cell, error in zip(cells, checked["total_error"], strict=True)
+        },
         "composed_s": composed_s,
         "in_full_s": float(whole_s),
         "sampled": len(cells),

@@ -33,9 +33,13 @@ def planned(
     for as a ratio needs it and it is not known yet."""
     store = Store(results)
     loaded = resolved(experiments.load(source, overrides or (), size), store, measure=measure)
-    for why in loaded.unasked.values():
-        say(f"not asked with --set: {why}")
+    _name_unasked(loaded)
     return loaded, store, plans.make(loaded, store, only=only, limit=limit)
+
+
+def _name_unasked(experiment: experiments.Experiment) -> None:
+    for why in experiment.unasked.values():
+        say(f"not asked with --set: {why}")
 
 
 def resolved(experiment: experiments.Experiment, store: Store, *, measure: bool) -> experiments.Experiment:
@@ -328,6 +332,7 @@ def claims(sources: Sequence[str], results: Path, size: str | None = None) -> li
             # Its file is gone or has changed: that keeps nobody from the others.
             say(f"thinpipe: {name}: {error}")
             continue
+        _name_unasked(experiment)
         if not experiment.claims:
             if sources:
                 say(f"{experiment.name} declares no claim")

@@ -11,7 +11,7 @@ from claim_cases import BAD, TIME, declared, judged, losses, run_rows, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.harness import claims, experiment
+from thinpipe.harness import claims, experiment, verbs
 from thinpipe.harness.claims import render as render_claims
 from thinpipe.harness.claims.verdict import LEVEL, decide, obeys
 from thinpipe.harness.errors import UserError
@@ -410,6 +410,11 @@ def test_a_claim_that_changes_leave_nothing_to_compare_is_not_asked_and_named():
     assert {claim.name for claim in one.claims} | set(one.unasked) == {claim.name for claim in whole.claims}
     assert "gpt2-xl: AQ-SGD beats FP32 at 300 Mbit/s" in {claim.name for claim in one.claims}
     assert experiment.load("acsgd/T2", ["seeds=[0]"], "cpu").unasked == {}
+
+
+def test_a_plan_names_the_claims_that_are_not_asked(tmp_path, capsys):
+    verbs.planned("acsgd/T2", ["network.rate_mbit=300"], tmp_path, only=None, limit=None, size="cpu")
+    assert "not asked with --set: acsgd/T2 claim 'gpt2-xl: FP32 falls'" in capsys.readouterr().err
 
 
 def test_a_cell_without_a_counterpart_is_refused():
