@@ -44,7 +44,8 @@ TEXTS = [
     *(f"blockwise:{bits}" for bits in (2, 3, 4, 6, 8)), "blockwise:4(form=affine)", "minmax:4", "nf4", "mxfp4", "fp8",
     "topk:0.1", "topk:0.1(by=token)", "topk:0.1(values=blockwise:4)", "randk:0.1", "grid:2.4", "grid:0.5",
     "hadamard(blockwise:4)", "kmeans:4", "lowrank:4", "lossless:zstd", "lossless:bf16",
-    "fixpoint:4(preset=acsgd)", "delta(fixpoint:4)", "delta(fixpoint:2)", "delta(fixpoint:2, cache=fixpoint:8)",
+    "fixpoint:4(preset=acsgd)", "delta(fixpoint:4)", "delta(fixpoint:4, cache=fp16)", "delta(fixpoint:2)",
+    "delta(fixpoint:2, cache=fixpoint:8)",
     "ef(topk:0.1)", "delta(grid:0.5)", "none", "bf16", "fp16",
 ]  # fmt: skip
 

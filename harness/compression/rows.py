@@ -25,6 +25,7 @@ import xxhash
 from thinpipe.harness.compression.base import Compressor, Context, Stateful
 from thinpipe.harness.compression.disk import Ram
 from thinpipe.harness.compression.halves import overflows
+from thinpipe.harness.compression.kernels.layout import SAFE
 from thinpipe.harness.compression.tensors import as_bytes, peak
 from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError, UserError
 
@@ -169,10 +170,10 @@ class CastRows(Rows):
 
     def clear(self) -> None:
         super().clear()
-        #: No magnitude kept is above this: rows are moved in place only while it is far from overflow.
+        #: No magnitude kept is above this.
         self.largest = 0.0
         self._viewed: torch.Tensor | None = None
-        self._patterns = np.empty(0, np.uint16)
+        self._patterns = np.empty(0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -180,10 +181,16 @@ class CastRows(Rows):
 
     @property
     def patterns(self) -> np.ndarray:
-        """The 16-bit rows as uint16, sharing their memory (CPU)."""
+        """The rows as the kernels take them (kernels/cpu.py), sharing their memory (CPU)."""
         if self._viewed is not self.data:
-            self._viewed, self._patterns = self.data, self.data.view(torch.int16).numpy().view(np.uint16)
+            kind = {"bf16": np.uint16, "fp16": np.int16, "fp32": np.float32}[self.cast]
+            self._viewed, self._patterns = self.data, as_bytes(self.data).numpy().view(kind).reshape(self.data.shape)
         return self._patterns
+
+    @property
+    def movable(self) -> bool:
+        """Whether rows may be moved in place: all are far from overflow."""
+        return self.largest < SAFE[self.cast]
 
     def format(self, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
         return CASTS[self.cast], math.prod(shape)

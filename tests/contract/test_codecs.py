@@ -20,6 +20,7 @@ from thinpipe.harness import plugins
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Codec, Compressor, Context, Stateful
 from thinpipe.harness.compression.kernels.layout import layout
+from thinpipe.harness.compression.rows import CASTS, CastRows
 from thinpipe.harness.errors import CodecError, DivergedError, OverflowedError
 
 CASES: dict[str, dict[str, Any]] = {
@@ -250,21 +251,23 @@ def test_a_stateful_codec_stays_equal_at_both_ends(text: str) -> None:
     assert ends[0].digest() != make(text).digest()
 
 
+@pytest.mark.parametrize("cast", list(CASTS))
 @pytest.mark.parametrize("text", [text for text in CASES if hasattr(make(text), "encode_change")])
-def test_a_change_coded_at_once_is_one_coded_in_steps(text: str) -> None:
-    """encode_change and decode_change: bytes of encode, and rows moved by what decode gives, rounded to bf16."""
+def test_a_change_coded_at_once_is_one_coded_in_steps(text: str, cast: str) -> None:
+    """encode_change and decode_change: bytes of encode, and rows moved by what decode gives, rounded as they are."""
     shape, slots, codec = (3, 5, 9), np.array([4, 0, 2]), make(text)
     ctx = context(text, shape, step=3, seed=5)
     for turn in range(3):
-        x, m = sample(shape, turn), sample((6, 45), 9).to(torch.bfloat16)
+        x, m = sample(shape, turn), sample((6, 45), 9).to(CASTS[cast])
         change = x - m[slots].float().view(shape)
         plain = encode(codec, change, ctx).clone()
         values = decode(codec, plain, shape, ctx) + m[slots].float().view(shape)
         due = m.clone()
-        due[slots] = values.view(3, -1).to(torch.bfloat16)
+        due[slots] = values.view(3, -1).to(m.dtype)
         for end in ("sender", "receiver"):
-            rows = m.clone()
-            patterns = rows.view(torch.int16).numpy().view(np.uint16)
+            kept = CastRows(6, cast)
+            rows = kept.data = m.clone()
+            patterns = kept.patterns
             if end == "sender":
                 out = torch.zeros(codec.max_bytes(shape), dtype=torch.uint8)
                 done = codec.encode_change(x.view(3, -1).numpy(), np.arange(3), patterns, slots, ctx, out.numpy())

@@ -13,6 +13,7 @@ import torch
 
 from thinpipe.harness.compression.kernels import cpu, fused, reference
 from thinpipe.harness.compression.kernels.layout import SAFE, Grid, layout
+from thinpipe.harness.compression.rows import CASTS
 from thinpipe.harness.errors import CodecError, DivergedError
 
 # Odd sizes and tails, single elements, several blocks, inner axes longer than a block, 1 to 5 dimensions.
@@ -103,17 +104,24 @@ def test_scales_of_every_exponent(published: bool) -> None:
 def change_by_reference(
     x: torch.Tensor, m: torch.Tensor, scale: str, grid: Grid, key: int
 ) -> tuple[bytes, torch.Tensor, torch.Tensor]:
-    """(payload, sums, new bf16 rows) of x - m, all in plain torch."""
+    """(payload, sums, new rows) of x - m, all in plain torch."""
     where = layout(tuple(x.shape), scale)
     payload = torch.zeros(grid.num_bytes(where), dtype=torch.uint8)
     old = m.float().view(x.shape)
     reference.encode(x - old, where, grid, key, payload)
     value = old + reference.decode(payload, where, grid, torch.empty(x.shape))
-    return payload.numpy().tobytes(), value, value.to(torch.bfloat16).view(m.shape)
+    return payload.numpy().tobytes(), value, value.to(m.dtype).view(m.shape)
 
 
+def patterns(rows: torch.Tensor) -> np.ndarray:
+    """As the kernels take them, sharing their memory."""
+    kind = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}[rows.dtype]
+    return rows.view(torch.uint8).numpy().view(kind)
+
+
+@pytest.mark.parametrize("kept", list(CASTS))
 @pytest.mark.parametrize(("kind", "scale"), list(itertools.product(GRIDS, SCALES)))
-def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> None:
+def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str, kept: str) -> None:
     for shape, bits in [
         ((3, 5, 9), 3),
         ((2, 33, 64), 4),
@@ -124,12 +132,12 @@ def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> N
     ]:
         grid = grid_of(kind, bits)
         where, row = layout(shape, scale), int(np.prod(shape[1:]))
-        table = tensor((9, row), seed=3).to(torch.bfloat16)
+        table = tensor((9, row), seed=3).to(CASTS[kept])
         message = tensor((shape[0] + 2, *shape[1:]), seed=4)
         index = np.arange(shape[0])[::-1].astype(np.int64) + 1
         slots = np.random.default_rng(0).permutation(9)[: shape[0]].astype(np.int64)
         wanted = change_by_reference(message[index.copy()], table[slots], scale, grid, 99)
-        ends = [table.clone().view(torch.int16).numpy().view(np.uint16) for _ in range(2)]
+        ends = [patterns(table.clone()) for _ in range(2)]
         payload, out = np.zeros(grid.num_bytes(where), np.uint8), np.zeros((shape[0], row), np.float32)
         done = cpu.encode_change(message.view(-1, row).numpy(), index, ends[0], slots, where, grid, 99, payload)
         largest = cpu.decode_change(payload, ends[1], slots, where, grid, out)
@@ -138,7 +146,7 @@ def test_changes_move_the_rows_as_the_reference_does(kind: str, scale: str) -> N
         expected = table.clone()
         expected[slots] = wanted[2]
         for end in ends:
-            assert np.array_equal(end, expected.view(torch.int16).numpy().view(np.uint16))
+            assert np.array_equal(end.view(np.uint8), patterns(expected).view(np.uint8))
         assert done == (payload.size, largest)
         assert largest == float(wanted[1].abs().max())
 
@@ -162,9 +170,31 @@ def test_a_non_finite_value_anywhere_is_found_before_anything_moves(bad: float, 
         assert not m.any()
 
 
-def test_rows_stay_put_where_a_sum_could_overflow() -> None:
+def test_every_fp16_pattern_is_read_and_every_tie_rounded_as_torch_does() -> None:
+    """Rows of every pattern there may be, subnormal ones too, moved by up to 8 steps of every power of two."""
+    every = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    every = every[every.float().abs() < SAFE["fp16"]].view(1, -1)
+    where, grid, slot = layout(tuple(every.shape), "tensor"), Grid(4, symmetric=True), np.zeros(1, np.int64)
+    change = (torch.arange(every.numel()) % 15 - 7.0).view(1, -1)
+    payload, sums = np.zeros(grid.num_bytes(where), np.uint8), np.zeros(tuple(every.shape), np.float32)
+    ties = 0
+    for step in (0.0, *(2.0**k for k in range(-30, 10))):
+        cpu.encode((change * step).numpy(), where, grid, 0, payload)
+        rows = every.clone()
+        cpu.decode_change(payload, patterns(rows), slot, where, grid, sums)
+        wanted = every.float() + change * step
+        assert torch.equal(torch.from_numpy(sums), wanted)
+        assert torch.equal(rows, wanted.to(torch.float16))
+        other = 2 * wanted - rows.float()
+        ties += int(((other != wanted) & (other.to(torch.float16).float() == other)).sum())
+    assert ties > 10_000
+
+
+@pytest.mark.parametrize("kept", list(CASTS))
+def test_rows_stay_put_where_a_sum_could_overflow(kept: str) -> None:
     where, grid = layout((1, 1, 4), "channel"), Grid(4)
-    x, m, out = np.full((1, 4), SAFE, np.float32), np.zeros((1, 4), np.uint16), np.zeros(10, np.uint8)
+    m, out = patterns(torch.zeros((1, 4), dtype=CASTS[kept])), np.zeros(10, np.uint8)
+    x = np.full((1, 4), SAFE[kept], np.float32)
     assert cpu.encode_change(x, np.zeros(1, np.int64), m, np.zeros(1, np.int64), where, grid, 0, out) is None
     cpu.encode(x, where, grid, 0, out)
     assert cpu.decode_change(out, m, np.zeros(1, np.int64), where, grid, x) is None

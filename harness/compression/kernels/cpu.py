@@ -40,9 +40,10 @@ def encode_change(
     key: int,
     out: np.ndarray,
 ) -> tuple[int, float] | None:
-    """As `encode` for x[rows] - m[slots], and m[slots] += what is decoded from it, rounded to bf16.
+    """As `encode` for x[rows] - m[slots], and m[slots] += what is decoded from it, rounded to what m keeps.
 
-    x: (any, row) float32; m: (any, row) uint16, bf16 patterns; rows and slots: int64 [where.outer], slots distinct.
+    x: (any, row) float32; m: (any, row), uint16 = bf16 patterns, int16 = fp16 patterns, or float32; rows and slots:
+    int64 [where.outer], slots distinct.
     Returns (length, the largest |sum|), or None, with m as it was, where a sum might overflow.
     """
     plan = _plan(where, grid)
@@ -61,7 +62,8 @@ def decode(payload: np.ndarray, where: Layout, grid: Grid, out: np.ndarray) -> N
 def decode_change(
     payload: np.ndarray, m: np.ndarray, slots: np.ndarray, where: Layout, grid: Grid, out: np.ndarray
 ) -> float | None:
-    """m[slots] += the decoded change, rounded to bf16; `out` (outer, row) gets the sums before that rounding.
+    """m[slots] += the decoded change, rounded to what m keeps (see encode_change); `out` (outer, row) gets the sums
+    before that rounding.
 
     Returns the largest |sum|, or None, with m as it was, where a sum might overflow.
     """
@@ -85,12 +87,14 @@ def warm_up() -> float:
     """Compile, or load from disk, everything above, so that processes forked later need not; seconds it took."""
     start = time.perf_counter()
     where, grid = Layout(1, 1, 8, 0, 0, 1, 8), Grid(4)
-    x, m, out = np.zeros((1, 8), np.float32), np.zeros((1, 8), np.uint16), np.zeros(20, np.uint8)
+    x, out = np.zeros((1, 8), np.float32), np.zeros(20, np.uint8)
     rows = np.zeros(1, np.int64)
     encode(x, where, grid, 0, out)
     decode(out, where, grid, x)
-    encode_change(x, rows, m, rows, where, grid, 0, out)
-    decode_change(out, m, rows, where, grid, x)
+    for kind in (np.uint16, np.int16, np.float32):
+        m = np.zeros((1, 8), kind)
+        encode_change(x, rows, m, rows, where, grid, 0, out)
+        decode_change(out, m, rows, where, grid, x)
     copy(x[0], x[0].copy())
     peak(x[0])
     return time.perf_counter() - start

@@ -34,13 +34,14 @@ _U64 = np.uint64
 _BYTES, _PLACES = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(32), 16)
 _TINY = np.float32(2.0**-118)
 _SAFE = np.float32(2.0**125)
+_SAFE_FP16 = np.float32(2.0**13)
 _BF16_MAX_BITS = np.int32(0x7F7F0000)
 _MAGIC = np.float32(1.5 * 2**23)
 _MAGIC_BITS = np.int32(0x4B400000)
 # Written out: a change in layout.py must not leave compiled code with the old values.
 assert np.float32(BF16_MAX).view(np.int32) == _BF16_MAX_BITS
 assert TINY == _TINY
-assert SAFE == _SAFE
+assert SAFE == {"bf16": _SAFE, "fp16": _SAFE_FP16, "fp32": _SAFE}
 
 
 def _jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -62,7 +63,9 @@ def _instruction(function: Callable[..., Any]) -> Any:
     return intrinsic(prefer_literal=True)(function)
 
 
-# ---- a memory's rows: None, or bf16 as uint16, the upper halves of float32 --------------------------------------
+# ---- a memory's rows: None, or uint16 = bf16, the upper halves of float32, int16 = patterns of fp16, or float32 ---
+#
+# What is kept is finite and, by the limit below, far from overflow.
 
 
 def _value(rows: Any, i: int) -> Any:
@@ -73,7 +76,35 @@ def _value(rows: Any, i: int) -> Any:
 def _value_of(rows, i):
     if isinstance(rows, types.NoneType):
         return lambda rows, i: np.float32(0.0)
+    if rows.dtype == types.float32:
+        return lambda rows, i: rows[i]
+    if rows.dtype == types.int16:
+        return lambda rows, i: _from_fp16(rows[i])
     return lambda rows, i: np.uint32(np.uint32(rows[i]) << np.uint32(16)).view(np.float32)
+
+
+def _kept(rows: Any, value: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_kept, inline="always")
+def _kept_of(rows, value):
+    if rows.dtype == types.float32:
+        return lambda rows, value: value
+    if rows.dtype == types.int16:
+        return lambda rows, value: _fp16(value)
+    return lambda rows, value: _bf16(value)
+
+
+def _limit(rows: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_limit, inline="always")
+def _limit_of(rows):
+    if not isinstance(rows, types.NoneType) and rows.dtype == types.int16:
+        return lambda rows: _SAFE_FP16
+    return lambda rows: _SAFE
 
 
 def _cut(rows: Any, row: int, start: int, stop: int) -> Any:
@@ -93,6 +124,30 @@ def _bf16(value):
     pattern = np.float32(value).view(np.uint32)
     odd = np.uint32((pattern >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(pattern + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@_jit
+def _from_fp16(stored):
+    """Exact. Below 2^-14 the pattern counts steps of 2^-24, as the last places of 0.5 do; both ways are computed and
+    one chosen, without a branch or a subnormal float32, which some processors multiply slowly."""
+    pattern = np.int32(stored)
+    size = np.int32(pattern & np.int32(0x7FFF))
+    normal = np.int32((size << np.int32(13)) + np.int32(0x38000000))
+    small = np.float32(np.int32(size | np.int32(0x3F000000)).view(np.float32) - np.float32(0.5)).view(np.int32)
+    found = small if size < np.int32(0x400) else normal
+    return np.int32(found | (pattern & np.int32(-0x80000000))).view(np.float32)
+
+
+@_jit
+def _fp16(value):
+    """To nearest even; |value| < 65520."""
+    pattern = np.float32(value).view(np.int32)
+    size = np.int32(pattern & _MAGNITUDE)
+    odd = np.int32((size >> np.int32(13)) & np.int32(1))
+    normal = np.int32((size - np.int32(0x38000000) + np.int32(0xFFF) + odd) >> np.int32(13))
+    small = np.int32(np.float32(size.view(np.float32) + np.float32(0.5)).view(np.int32) - np.int32(0x3F000000))
+    found = small if size < np.int32(0x38800000) else normal
+    return np.int16(found | ((pattern >> np.int32(16)) & np.int32(-0x8000)))
 
 
 # ---- packing: a group is 8 codes in a 64-bit word, first code in its lowest byte --------------------------------
@@ -348,7 +403,7 @@ def _advance(codes, step, offset, m):
     best = np.int32(0)
     for i in range(m.size):
         value = np.float32(_value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i]))
-        m[i] = _bf16(value)
+        m[i] = _kept(m, value)
         size = np.int32(value.view(np.int32) & _MAGNITUDE)
         best = size if size > best else best
     return best
@@ -360,7 +415,7 @@ def _advance_out(codes, step, offset, m, out):
     best = np.int32(0)
     for i in range(m.size):
         value = np.float32(_value(m, i) + np.float32(np.float32(np.int32(np.int32(codes[i]) - offset)) * step[i]))
-        m[i] = _bf16(value)
+        m[i] = _kept(m, value)
         out[i] = value
         size = np.int32(value.view(np.int32) & _MAGNITUDE)
         best = size if size > best else best
@@ -497,7 +552,7 @@ def encode(x, rows, m, slots, where, grid, eps, published, stochastic, key, out)
     factor, step = np.empty(scales, np.float32), np.empty(scales, np.float32)
     status, largest = _scales(peaks, steps, eps, published, out[: 2 * scales].view(np.uint16), factor, step)
     best = np.int32(0)
-    if status == OK and m is not None and largest >= _SAFE:
+    if status == OK and m is not None and largest >= _limit(m):
         status = WIDE
     if status != OK:
         return status, best
@@ -579,7 +634,7 @@ def decode(payload, m, slots, where, count, grid, published, symmetric, out):
     status = _open(head, packed, count * row, bits, steps, published, symmetric, step)
     if status == OK and m is not None:
         for i in range(scales):
-            if step[i] * np.float32(steps) >= _SAFE:
+            if step[i] * np.float32(steps) >= _limit(m):
                 status = WIDE
     if status != OK:
         return status, best

@@ -11,8 +11,9 @@ TINY = 2.0**-118
 #: The largest bf16 value; a scale that would round up past it stays here.
 BF16_MAX = float.fromhex("0x1.fep127")
 
-#: A memory's rows are moved in place only while rows and changes are below this: no sum can overflow.
-SAFE = 2.0**125
+#: A memory's rows are moved in place only while rows and changes are below this, an eighth of what ends the format
+#: they are kept in: no sum can overflow.
+SAFE = {"bf16": 2.0**125, "fp16": 2.0**13, "fp32": 2.0**125}
 
 
 @dataclass(frozen=True)

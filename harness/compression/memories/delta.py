@@ -11,7 +11,6 @@ import torch
 
 from thinpipe.harness.compression import keys
 from thinpipe.harness.compression.base import Codec, Context
-from thinpipe.harness.compression.kernels.layout import SAFE
 from thinpipe.harness.compression.keys import Key
 from thinpipe.harness.compression.row_memory import RowMemory, encode_part, length_bytes, part_length
 from thinpipe.harness.compression.rows import CastRows
@@ -99,8 +98,8 @@ class Delta(RowMemory):
             besides=() if first is None else (first,),
         )  # fmt: skip
         self.first = first
-        # The codec may form, code and add the change in one go, on bf16 rows.
-        self._fuses = cache == "bf16" and key != "batch" and hasattr(codec, "encode_change")
+        # The codec may form, code and add the change in one go.
+        self._fuses = isinstance(cache, str) and key != "batch" and hasattr(codec, "encode_change")
         self._max_bytes: dict[tuple[int, ...], int] = {}
 
     def _encode(self, x: torch.Tensor, ctx: Context, out: torch.Tensor, decoded: torch.Tensor | None) -> int:
@@ -188,7 +187,7 @@ class Delta(RowMemory):
         if not plain or not ids or len(ids) != ctx.shape[0] or len(set(ids)) < len(ids):
             return None
         assert isinstance(rows, CastRows)
-        if ctx.shape[1:] != rows.shape or rows.largest >= SAFE or not all(map(rows.slots.__contains__, ids)):
+        if ctx.shape[1:] != rows.shape or not rows.movable or not all(map(rows.slots.__contains__, ids)):
             return None
         return np.array([rows.slots[one] for one in ids], np.int64)
 
@@ -296,7 +295,7 @@ class Delta(RowMemory):
             return None
         assert isinstance(rows, CastRows)
         met = self.first is not None or all(one in rows for one in mine)
-        return rows if met and rows.largest < SAFE and part.shape[1:] == rows.shape else None
+        return rows if met and rows.movable and part.shape[1:] == rows.shape else None
 
     def _prepare(
         self, values: torch.Tensor | None, index: Sequence[int], ids: tuple[int, ...], ctx: Context
