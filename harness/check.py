@@ -36,5 +36,4 @@ def check(spec: RunSpec, *, available_bytes: int | None = None) -> None:
         num_samples = min(num_samples, spec.timing.batches * spec.train.batch_size)
     memory.fits(spec, num_samples, available_bytes)
     if spec.world_size > 1:
-        boundaries = range(spec.pipeline.stages - 1)
-        warm_up({text for d in regimes.DIRECTIONS for b in boundaries for text in regimes.texts(spec, d, b)})
+        warm_up(regimes.every_text(spec))

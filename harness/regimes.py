@@ -51,6 +51,12 @@ def texts(spec: RunSpec, direction: Direction, boundary: int) -> set[str]:
     return named | {grammar.inner(text) for text in named}
 
 
+def every_text(spec: RunSpec) -> set[str]:
+    """Every compressor that any channel of the run may be asked for."""
+    boundaries = range(spec.pipeline.stages - 1)
+    return set().union(*(texts(spec, direction, boundary) for direction in DIRECTIONS for boundary in boundaries))
+
+
 def last_change(spec: RunSpec) -> int:
     """The epoch from which on no rule changes anything any more."""
     return max(rule.from_epoch for direction in DIRECTIONS for rule in spec.compression.rules(direction))

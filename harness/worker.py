@@ -47,6 +47,7 @@ from thinpipe.harness.channel import Channel, Policy
 from thinpipe.harness.compression import grammar
 from thinpipe.harness.compression.base import Direction, Memory
 from thinpipe.harness.compression.row_memory import RowMemory
+from thinpipe.harness.compression.warm_up import warm_up
 from thinpipe.harness.errors import PeerError, RunError, UserError
 from thinpipe.harness.gradients import Gradients, StageGradients
 from thinpipe.harness.models import _dropout
@@ -193,6 +194,9 @@ class Rank:
 
     def build(self) -> None:
         spec = self.spec
+        if self.world_size > 1:
+            # Else a process that no fork server prepared would load kernels, a second's work, in its first step.
+            warm_up(regimes.every_text(spec))
         self.data = prepare(spec)
         dataset, task = self.data.dataset, self.data.task
         self.plan = steps.plan(spec, len(dataset.train), task.epoch_batches)
