@@ -101,7 +101,10 @@ def build(uses: Sequence[Use]) -> tuple[list[dict[str, Any]], list[dict[str, Any
         if measured:
             columns = {**_network_columns(use), "timing_run_id": None, "fidelity": use.row["fidelity"]}
             curves += _points(use, steps, steps["measured_s"], {**columns, "flagged_runs": 0})
-        for network in timed.get(_shape(use.spec)) or timed.get(_family(use.spec)) or ():
+        networks = timed.get(_shape(use.spec)) or timed.get(_family(use.spec)) or []
+        if timed and not networks:
+            composition.append(_composition(use, _untimed(use), None, None))
+        for network in networks:
             here = network.columns["network_id"] == use.spec.network_id
             own = measured and here and network.columns["time_of"] is None
             columns, seconds = _compose(use.spec, steps, network)
@@ -266,6 +269,12 @@ def _compose(spec: RunSpec, steps: pd.DataFrame, network: Network) -> tuple[dict
     return columns, pd.Series(seconds, index=steps.index)
 
 
+def _untimed(use: Use) -> dict[str, Any]:
+    """The columns of a training that none of the timing runs times, at the network that it ran at."""
+    columns = {**_network_columns(use), "timing_run_id": None, "fidelity": "ok", "flagged_runs": 0, "step_s": None}
+    return {**columns, "missing": "no timing run of its model, data, pipeline and batch"}
+
+
 def _seconds(share: np.ndarray, timed: Timed) -> np.ndarray:
     """Seconds of each step: a first visit's, a later one's, or between where a batch has some of both, as its bytes
     say."""
@@ -313,6 +322,9 @@ def _finite(value: float | None) -> float | None:
 def _composition(
     use: Use, columns: Mapping[str, Any], seconds: pd.Series | None, check: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    if check is not None:
+        flags = {flag for text in (columns["fidelity"], use.row["fidelity"]) for flag in str(text).split("+")}
+        columns = {**columns, "fidelity": "+".join(sorted(flags - {"ok"})) or "ok"}
     return {
         **{name: use.row[name] for name in ("experiment", "part", "arm", "cell", "seed", "run_id")},
         **columns,

@@ -178,6 +178,7 @@ def _known_need(verb: str, name: str, where: str) -> str:
 
 def figures(data: Any, where: str) -> tuple[str, ...]:
     """The names of the figures an experiment is drawn in."""
+    from thinpipe.harness import figures as drawing
     from thinpipe.harness import plugins
 
     if not isinstance(data, list):
@@ -186,4 +187,8 @@ def figures(data: Any, where: str) -> tuple[str, ...]:
     for name in data:
         if name not in known:
             raise UserError(f"{where}: unknown figure {name!r}.{near_miss(str(name), known)}")
+        if drawing.is_per_run(name) or drawing.is_of_verb(name):
+            raise UserError(
+                f"{where}: figure {name!r} is not drawn of an experiment: `thinpipe list figures` says of what it is"
+            )
     return tuple(data)

@@ -240,6 +240,11 @@ def _claims(
         for name in claim.sizes:
             if name not in sizes.SIZES:
                 raise UserError(f"{where} claim {claim.name!r}: unknown size {name!r}.{near_miss(name, sizes.SIZES)}")
+        if claim.sizes and size is None:
+            raise UserError(
+                f"{where} claim {claim.name!r}: it is of size {', '.join(claim.sizes)}, but the file has no sizes, so "
+                "it would never be asked. Leave `sizes` out."
+            )
     found = tuple(claim for claim in found if not claim.sizes or size in claim.sizes)
     unasked: dict[str, str] = {}
     if found:
@@ -272,7 +277,11 @@ def _composition_check(
             )
     if not composed.check:
         return []
-    trained = {(cell.arm, seed): spec for cell in by_name[composed.convergence].cells for seed, spec in cell.runs}
+    trained = {
+        (cell.arm, cell.cell_id, seed): (cell, spec)
+        for cell in by_name[composed.convergence].cells
+        for seed, spec in cell.runs
+    }
     networks: dict[str, tuple[Cell, RunSpec]] = {}
     for cell in by_name[composed.timing].cells:
         spec = cell.runs[0][1]
@@ -281,24 +290,38 @@ def _composition_check(
                 f"{where} compose: a replayed part ({composed.timing}) trains nothing, so no curve of it can be run in "
                 "full: set check = 0"
             )
-        networks.setdefault(spec.network.model_dump_json(), (cell, spec))
+        networks.setdefault(f"{spec.network.model_dump_json()} {spec.data_parallel.rate_mbit}", (cell, spec))
     every = [(key, place) for key in trained for place in networks]
     drawn = random.Random(f"{COMPOSITION_CHECK}/{name}").sample(every, max(1, math.ceil(composed.check * len(every))))
-    cells: dict[tuple[str, str], list[tuple[int, RunSpec]]] = {}
-    for (arm, seed), place in sorted(drawn):
-        full = trained[arm, seed].model_copy(update={"network": networks[place][1].network, "measure": "full"})
-        cells.setdefault((arm, place), []).append((seed, full))
+    cells: dict[tuple[str, str, str], list[tuple[int, RunSpec]]] = {}
+    for key, place in sorted(drawn):
+        arm, cell_id, seed = key
+        cells.setdefault((arm, cell_id, place), []).append((seed, _in_full(trained[key][1], networks[place][1])))
     made = [
         Cell(
             COMPOSITION_CHECK,
             arm,
-            {k: v for k, v in networks[place][0].settings.items() if k.startswith("network.")},
+            _settings_in_full(trained[arm, cell_id, runs[0][0]][0].settings, networks[place][0].settings),
             runs[0][1].cell_id,
             tuple(runs),
         )
-        for (arm, place), runs in cells.items()
+        for (arm, cell_id, place), runs in cells.items()
     ]
     return [ExperimentPart(COMPOSITION_CHECK, tuple(made))]
+
+
+def _in_full(trained: RunSpec, timed: RunSpec) -> RunSpec:
+    """A training at the network of a timing run, that of its data groups too."""
+    exchange = trained.data_parallel.model_copy(update={"rate_mbit": timed.data_parallel.rate_mbit})
+    return trained.model_copy(update={"network": timed.network, "data_parallel": exchange, "measure": "full"})
+
+
+def _settings_in_full(trained: Mapping[str, Any], timed: Mapping[str, Any]) -> Settings:
+    return {k: v for k, v in trained.items() if not _of_network(k)} | {k: v for k, v in timed.items() if _of_network(k)}
+
+
+def _of_network(key: str) -> bool:
+    return key.startswith("network.") or key == "data_parallel.rate_mbit"
 
 
 def _runs(merged: Settings, seeds: list[int], where: str) -> tuple[tuple[int, RunSpec], ...]:

@@ -70,9 +70,14 @@ def draw(
 
 
 def remove_others(folder: Path, written: Sequence[Path]) -> None:
-    """Remove from `folder` the files of experiments' figures that are not among `written`; anything else stays."""
+    """Remove from `folder` the files of experiments' figures that are not among `written`; anything else stays.
+
+    Of the formats that were written, all where nothing was: a picture of what the tables held before is no picture of
+    what they hold."""
     own = {name for name in plugins.find("figures") if not is_per_run(name) and not is_of_verb(name)}
-    kinds = {path.suffix for path in written}
+    from thinpipe.plots import style
+
+    kinds = {path.suffix for path in written} or {f".{kind}" for kind in style.FORMATS}
     for path in folder.iterdir():
         if path.suffix in kinds and path.name.partition(".")[0] in own and path not in written:
             path.unlink()

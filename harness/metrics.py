@@ -99,7 +99,7 @@ RUNS: dict[str, Column] = {
     "run_queue_pct": Column(
         float, "%", "worst rank: time its main thread was runnable but not running, over the measured time", True
     ),
-    "fidelity": Column(str, "", "ok, cpu-bound, link-off, or both joined by +"),
+    "fidelity": Column(str, "", "ok, or what is wrong, joined by +: cpu-bound, link-off, other-profile"),
     "fidelity_reason": Column(str, "", "why it was flagged", True),
     "machine": Column(str, "", "hash of the machine's identity"),
     "wall_s": Column(float, "s", "whole run, lab and launch included"),

@@ -9,6 +9,7 @@ training checkpoints hold, are kept.
 from __future__ import annotations
 
 import fnmatch
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from thinpipe.harness import folders, outputs, progress, sizes, sweep, verbs
 from thinpipe.harness import plan as plans
 from thinpipe.harness.errors import UserError, near_miss
 from thinpipe.harness.experiment import Experiment
-from thinpipe.harness.store import Store, explain_disk_full
+from thinpipe.harness.store import DiskFullError, Store, explain_disk_full
 
 PAPERS = ("acsgd", "rudakov")
 ALL = "all"
@@ -123,8 +124,11 @@ def finish(found: Sequence[Experiment], store: Store, name: str, outcome: Outcom
         outputs.say(f"{experiment.name}: tables, claims, figures")
         try:
             outputs.refresh(store, experiment, outcome.figures)
-        except UserError as error:
-            outputs.say(f"thinpipe: {experiment.name}: {error}")
+        except Exception as error:
+            if isinstance(error, DiskFullError):
+                raise
+            text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+            outputs.say(f"thinpipe: {experiment.name}: {text}")
             outcome.exit_code = max(outcome.exit_code, sweep.EXIT_FAILED)
             continue
         outcome.claims += outputs.claims(store, experiment.name)

@@ -9,6 +9,7 @@ Reading never creates anything.
 
 from __future__ import annotations
 
+import functools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from thinpipe.harness import condense, metrics
 from thinpipe.harness.dotted import flat
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.provenance import Provenance, of_runs
+from thinpipe.harness.shards import replace
 from thinpipe.harness.store import Store, read_json
 
 if TYPE_CHECKING:
@@ -232,11 +234,11 @@ def save(folder: str | Path, out: str | Path, *, commit: str | None = None) -> d
         )
     out = Path(out)
     (out / "tables").mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        replace(out / name, functools.partial(Path.write_text, data=text, encoding="utf-8"))
     for old in (out / "tables").glob("*.csv"):
         if f"tables/{old.name}" not in files:
             old.unlink()
-    for name, text in files.items():
-        (out / name).write_text(text, encoding="utf-8")
     return {
         "experiment": json.loads(files[MANIFEST])["experiment"],
         "out": str(out),

@@ -6,6 +6,7 @@ delta methods see every sample for the first time, then the measured ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -55,9 +56,10 @@ def plan(spec: RunSpec, num_samples: int, epoch_batches: Batches) -> list[Step]:
         ]
     else:
         steps = []
+        alone = spec.train.epochs == 1 or (spec.train.max_steps or math.inf) <= len(first)
         for epoch in range(spec.train.epochs):
             batches = epoch_of(spec, num_samples, epoch_batches, epoch) if epoch else first
-            measured = spec.train.epochs == 1 or epoch >= max(1, change)
+            measured = alone or epoch >= max(1, change)
             steps += [Step(epoch, batch, measured, batch is batches[-1]) for batch in batches]
             if spec.train.max_steps is not None and len(steps) >= spec.train.max_steps:
                 break

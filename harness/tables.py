@@ -47,6 +47,8 @@ class Results(Protocol):
 
     def spec(self, run_id: str) -> RunSpec: ...
 
+    def manifest(self, run_id: str) -> Mapping[str, Any]: ...
+
     def experiment_dir(self, name: str) -> Path: ...
 
 
@@ -83,7 +85,7 @@ def build(store: Results, experiment_name: str) -> dict[str, pd.DataFrame]:
         if run_id not in read:
             read[run_id] = read_run(store.run_dir(run_id), run_id, spec.world_size, status["state"])
             frames[run_id] = {table: to_frame(table, read[run_id][table]) for table in OF_RUNS}
-        rows.append(run_row(experiment_name, entry, spec, status, read[run_id]))
+        rows.append(run_row(experiment_name, entry, spec, status, read[run_id], store.manifest(run_id)))
         uses.append(compose.Use(rows[-1], spec, frames[run_id]))
     curves, composition = compose.build(uses)
     made = {"runs": rows, "curves": curves, "composition": composition}
@@ -104,7 +106,7 @@ def of_run(store: Results, run_id: str) -> dict[str, pd.DataFrame]:
     made = _settings(spec)
     method = f"{made['forward']} / {made['backward']}"
     entry = {"run_id": run_id, "part": "run", "arm": method, "cell": spec.cell_id, "seed": spec.seed}
-    row = run_row("run", entry, spec, status, shards)
+    row = run_row("run", entry, spec, status, shards, store.manifest(run_id))
     return {"runs": to_frame("runs", to_arrow("runs", [row])), **{k: to_frame(k, v) for k, v in shards.items()}}
 
 
@@ -165,16 +167,21 @@ def read_shard(table: str, path: Path, run_id: str) -> pa.Table:
     return content
 
 
-def run_row(
+def run_row(  # noqa: PLR0917 - what there is of a run
     experiment: str,
     entry: Mapping[str, Any],
     spec: RunSpec,
     status: Mapping[str, Any],
     shards: Mapping[str, pa.Table],
+    manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The runs row of one run with a status, as in metrics.RUNS."""
     totals, links = status.get("totals") or {}, status.get("links") or {}
     fidelity = status.get("fidelity") or {}
+    flags, reasons = (list(fidelity.get(name) or ()) for name in ("flags", "reasons"))
+    if spec.profile is not None and (why := _other_profile(spec.profile, manifest)):
+        flags.append("other-profile")
+        reasons.append(why)
     return {
         **{name: entry[name] for name in ("run_id", "part", "arm", "cell", "seed")},
         "train_id": spec.train_id,
@@ -191,12 +198,27 @@ def run_row(
         **{name: totals.get(name) for name in ("wire_bytes", "sync_bytes", "data_bytes")},
         **{name: (status.get("memory") or {}).get(name) for name in MEMORY},
         "run_queue_pct": status.get("run_queue_pct"),
-        "fidelity": "+".join(fidelity.get("flags") or ()) or "ok",
-        "fidelity_reason": "; ".join(fidelity.get("reasons") or ()) or None,
+        "fidelity": "+".join(flags) or "ok",
+        "fidelity_reason": "; ".join(reasons) or None,
         "machine": status["machine"],
         "wall_s": status["wall_s"],
         "error": (status.get("error") or "").split("\n", 1)[0] or None,
     }
+
+
+def _other_profile(name: str, manifest: Mapping[str, Any]) -> str | None:
+    """Why a replay's times are not of the profile that its name stands for now; None where they are."""
+    from thinpipe.harness import profile
+
+    then = manifest.get("inputs", {}).get(f"profile {name}")
+    try:
+        now: str | None = profile.digest(name)
+    except UserError:
+        now = None
+    if then in (None, now):
+        return None
+    gone = "is gone" if now is None else "is another one now"
+    return f"the profile {name} that it waited by {gone}: `thinpipe run --force` repeats it"
 
 
 def _moved(run_id: str, state: str, totals: Mapping[str, Any], shards: Mapping[str, pa.Table]) -> dict[str, Any]:

@@ -316,7 +316,19 @@ def session(*, allow_unreached: bool) -> Any:
 
 def _name(source: str, store: Store, size: str | None = None) -> str:
     """The name of an experiment given as `run` takes it, or of one that only has results."""
-    return source if source in store.experiments() else experiments.load(source, size=size).name
+    if source not in store.experiments():
+        return experiments.load(source, size=size).name
+    _require_size(source, size, store.declaration(source))
+    return source
+
+
+def _require_size(source: str, size: str | None, asked: Mapping[str, Any]) -> None:
+    """Results are of one size: another one that is asked for must not be answered with them."""
+    if asked and size is not None and size != (of := asked.get("size")):
+        raise UserError(
+            f"results {source!r} are of {'no size' if of is None else f'size {of}'}, not of size {size}. Leave --size "
+            "out, or name the experiment instead."
+        )
 
 
 def claims(sources: Sequence[str], results: Path, size: str | None = None) -> list[dict[str, Any]]:
@@ -348,4 +360,5 @@ def _declared(source: str, store: Store, size: str | None) -> experiments.Experi
     asked = store.declaration(source) if source in store.experiments() else {}
     if not asked:
         return experiments.load(source, size=size)
+    _require_size(source, size, asked)
     return experiments.load(asked["source"], asked["overrides"], asked["size"])

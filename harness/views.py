@@ -294,7 +294,7 @@ def _items(kind: str) -> list[dict[str, Any]]:
 
         from thinpipe.harness import experiment
 
-        titles = {name: tomllib.loads(text)["title"] for name, text in experiment.builtin().items()}
+        titles = {name: str(tomllib.loads(text).get("title", name)) for name, text in experiment.builtin().items()}
         return [{"name": name, "summary": titles[name]} for name in sorted(titles)]
     if kind == "links":
         from dataclasses import asdict

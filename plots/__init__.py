@@ -11,7 +11,8 @@ holds it to what follows.
                                            {"of_simulation": True}: by `thinpipe simulate --against`, of predictions
     NAME, COLUMNS                          the file's stem; for captions: "table runs (arm, seed, ...)"
     figures(tables) -> [(stem, figure)]    stem: NAME, or NAME.PART where several parts have one
-    REQUIRES = ("runs",)                   optional: tables it reads besides runs, of runs, steps, transfers, evals
+    REQUIRES = ("runs",)                   optional: tables it reads, of runs, steps, transfers, evals, curves (loss
+                                           against time, composed or measured), composition; of one run also spans
     draw(tables, out_dir) -> paths         optional: for what is no matplotlib figure; else PNG, PDF and SVG
 
 `tables` maps a table's name to a DataFrame with the columns of harness/metrics.py. What a figure must do:

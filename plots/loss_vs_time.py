@@ -83,6 +83,8 @@ def _measured(tables: select.Tables, part: str, runs: pd.DataFrame) -> Figure:
         rows[where] = here, kinds
     fig, counts = _panels(rows, tables, part)
     text = select.caption(tables, part, COLUMNS, counts, timing=False, points=_curves.POINTS)
+    if (runs["measure"] == "convergence").any():
+        text += " Times: of the runs' own steps, which no timing run fits."
     text += _curves.remark(runs, kinds)
     style.finish(fig, f"Loss against training time, part {part}", text, _curves.legend(runs))
     return fig

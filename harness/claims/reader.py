@@ -15,6 +15,7 @@ from thinpipe.harness.claims import scope as claim_scope
 from thinpipe.harness.claims.scope import Hypothesis, Unit
 from thinpipe.harness.claims.subject import Flagged, Metric, NoValue, Subject, Value
 from thinpipe.harness.claims.times import at_network
+from thinpipe.harness.errors import UserError
 
 if TYPE_CHECKING:
     from thinpipe.harness.declared import Claim
@@ -111,6 +112,9 @@ class Reader:
             value = metric.function(self._subject(claim, metric, spec, unit, beside))
         except NoValue as error:
             raise _Lost(str(error), out=isinstance(error, Flagged)) from None
+        except UserError as error:
+            # What one metric lacks (a profile, say) keeps no other claim from its answer.
+            raise _Lost(str(error)) from None
         if isinstance(value, float) and math.isnan(value):
             raise _Lost(f"{metric.name} is not a number")
         return value

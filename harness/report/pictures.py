@@ -25,7 +25,10 @@ class Picture:
 def of(found: ResultSet, prefix: str) -> tuple[list[Picture], dict[str, str]]:
     """(pictures, {figure: why it, or a part of it, is not there}) of a set; ids in them begin with `prefix`."""
     if found.figures_folder is not None:
-        return _read(found.figures_folder, prefix, {}, found.figures)
+        pictures, missing = _read(found.figures_folder, prefix, {}, found.figures)
+        drawn = {picture.stem.partition(".")[0] for picture in pictures} | {name.partition(".")[0] for name in missing}
+        why = f"its folder has none; `thinpipe plot {found.name}` says why"
+        return pictures, missing | {name: why for name in found.figures if name not in drawn}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:

@@ -436,6 +436,18 @@ def test_the_exit_code_is_of_failing_claims_only():
     assert claims.outcome_table([]) == 0
 
 
+def test_what_one_metric_lacks_is_said_of_its_claim_alone(monkeypatch):
+    def lacking(subject):
+        raise UserError("there is no profile 'gone'")
+
+    metric = dataclasses.replace(claims.REGISTRY["final_eval_loss"], function=lacking)
+    monkeypatch.setitem(claims.REGISTRY, "final_eval_loss", metric)
+    demo = declared({}, {"metric": "final_eval_loss"})
+    good, bad = judged(demo, run_rows(demo, {"AQ": [1.0, 1.0, 1.1], "FP32": [2.0, 2.0, 2.1]}))
+    assert (good["state"], bad["state"]) == ("holds", "undecided")
+    assert "no profile 'gone'" in bad["why"]
+
+
 def test_rendered_claims_show_everything_that_was_said(capsys):
     demo = declared({"name": "a [bold] name"}, {"relation": "~", "margin": 0.1, "sentence": "They are about equal."})
     found = judged(demo, run_rows(demo, {"AQ": [1.0, 1.0, None], "FP32": [2.0, 2.0, 2.1]}))

@@ -447,6 +447,14 @@ def test_tables_and_plot(session):
     assert thinpipe("plot", "loss_vs_time", "smoke").out == "results/smoke/figures/loss_vs_time.png\n"
 
 
+def test_results_of_one_size_do_not_answer_for_another(session):
+    thinpipe("run", "smoke", "--set", "name=mine")
+    for verb in ("tables", "plot", "claims", "status"):
+        refused = thinpipe(verb, "mine", "--size", "paper")
+        assert refused.code == 2, verb
+        assert "'mine' are of no size, not of size paper" in refused.err
+
+
 def test_real_figures(session, monkeypatch, tmp_path):
     thinpipe("run", "smoke", "--only", "part=convergence")
     monkeypatch.undo()

@@ -183,7 +183,10 @@ def test_a_network_where_a_method_was_not_timed_gives_no_curve_and_says_which():
     ],
 )
 def test_a_run_of_another_shape_times_nothing(other):
-    assert compose.build([trained(AQ, [LATER] * 6), timing(AQ, 0.3, 0.3, **other)]) == ([], [])
+    rows, (about,) = compose.build([trained(AQ, [LATER] * 6), timing(AQ, 0.3, 0.3, **other)])
+    assert not rows
+    assert about["missing"] == "no timing run of its model, data, pipeline and batch"
+    assert about["composed_s"] is None
 
 
 @pytest.mark.parametrize("same", [{"train": {"lr": 1e-4, "epochs": 9}}, {"task": {"num_sequences": 480}}])
@@ -219,6 +222,7 @@ def test_a_full_run_has_its_own_times_and_is_held_against_what_is_composed():
     assert (about["composed_s"], about["measured_s"]) == pytest.approx((1.8, 1.5))
     assert (about["total_error"], about["max_error"]) == pytest.approx((0.2, 0.2))
     assert about["same_losses"] is None
+    assert about["fidelity"] == "link-off", "what was measured is flagged, and so is what is held against it"
 
 
 def test_the_largest_distance_may_lie_in_the_middle():
@@ -280,7 +284,9 @@ def test_a_real_timing_run_goes_before_a_replay_and_another_model_times_nothing(
     rows, _ = compose.build([trained(AQ, [LATER] * 6), big, DELTA])
     assert {row["time_of"] for row in rows} == {None}
     other = replay(AQ, 10.0, 40.0, sent=(FIRST, LATER), model="deberta")
-    assert compose.build([trained(AQ, [LATER] * 6), other]) == ([], [])
+    rows, (about,) = compose.build([trained(AQ, [LATER] * 6), other])
+    assert not rows
+    assert about["missing"]
 
 
 def test_replays_that_are_cut_otherwise_are_curves_apart():

@@ -102,6 +102,28 @@ def test_what_an_experiment_declares_is_drawn_and_what_it_no_longer_does_is_remo
     assert (folder / "second_one.txt").exists()
 
 
+def test_a_picture_that_can_no_longer_be_drawn_is_removed(store, found):
+    refusing = (
+        TEXT.replace("draw(", "unused(")
+        + """
+
+from thinpipe.harness.errors import UserError
+
+
+def figures(tables):
+    raise UserError("several settings are mixed")
+"""
+    )
+    found(first_one=TEXT)
+    folder = store.experiment_dir("synthetic") / "figures"
+    folder.mkdir()
+    for name in ("first_one.png", "mine.png"):
+        (folder / name).touch()
+    found(first_one=refusing)
+    assert draw_if_new(store) == []
+    assert [path.name for path in folder.glob("*.png")] == ["mine.png"]
+
+
 def test_plot_names_a_broken_figure_and_draws_the_others(store, found, capsys):
     found(good_one=TEXT, odd_one=BROKEN)
     with pytest.raises(UserError, match="no figure odd_one: it broke with ZeroDivisionError"):

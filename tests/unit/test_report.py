@@ -187,6 +187,9 @@ def test_figures_are_taken_from_a_folder_or_drawn(tmp_path):
     none, absent = pictures.of(replace(found, figures=("loss_vs_step",)), "a")
     assert none == []
     assert "loss_vs_step" in absent
+    both = replace(found, figures_folder=tmp_path, figures=("throughput_vs_bandwidth", "pareto"))
+    (_,), absent = pictures.of(both, "a")
+    assert "thinpipe plot" in absent["pareto"]
 
 
 # --- markup ---

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -123,6 +124,21 @@ def test_saving_again_replaces(folder, saved, tmp_path):
     resultset.save(folder, tmp_path / "out", commit="d" * 40)
     assert resultset.load(tmp_path / "out").manifest["commits"] == ["d" * 40]
     assert not (tmp_path / "out" / "tables" / "spans.csv").exists()
+
+
+def test_saving_that_breaks_off_leaves_whole_files(folder, saved, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(saved[1], out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def fail(path, data, encoding):
+        path.write_bytes(data[: len(data) // 2].encode())
+        raise OSError("power cut")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="power cut"):
+        resultset.save(folder, out, commit="e" * 40)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_what_is_too_large_is_refused(folder, tmp_path, monkeypatch):

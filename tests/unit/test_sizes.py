@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import itertools
 
 import pytest
 
@@ -76,6 +77,22 @@ def test_a_share_of_the_composed_curves_is_also_run_in_full():
     assert expand(DATA, size="cpu").parts[-1] == cpu.parts[-1]
 
 
+def test_every_training_at_every_network_may_be_run_in_full():
+    grid = changed(compose={"timing": "timing", "convergence": "loss", "check": 1})
+    grid["base"] |= {"data_parallel.groups": 2}
+    grid["part"][0]["axes"] = {"network.rate_mbit": [10], "data_parallel.rate_mbit": [5, 50]}
+    grid["part"][1]["axes"] = {"train.lr": [0.1, 0.2, 0.3]}
+    found = expand(grid, size="cpu")
+    trained = {spec.train_id for cell in found.parts[1].cells for _, spec in cell.runs}
+    timed = {spec.network_id for cell in found.parts[0].cells for _, spec in cell.runs}
+    full = [(cell, spec) for cell in found.parts[-1].cells for _, spec in cell.runs]
+    assert {(spec.train_id, spec.network_id) for _, spec in full} == set(itertools.product(trained, timed))
+    assert len(full) == 3 * 2 * 2
+    for cell, spec in full:
+        assert cell.settings["train.lr"] == spec.train.lr
+        assert cell.settings["data_parallel.rate_mbit"] == spec.data_parallel.rate_mbit
+
+
 def test_a_replayed_part_cannot_be_run_in_full():
     replayed = changed()
     replayed["part"][0]["base"] = {"measure": "timing", "compute": "replay", "profile": "v100-gpt2-xl"}
@@ -97,6 +114,9 @@ def test_a_replayed_part_cannot_be_run_in_full():
         ({"compose": {"timing": "tim", "convergence": "loss"}}, ["no part 'tim'", "'timing'"]),
         ({"compose": {"timing": "timing", "convergence": "loss", "check": 2}}, ["0 to 1"]),
         ({"needs": ["download it"]}, ["fetch-data NAME"]),
+        ({"figures": ["trace"]}, ["'trace' is not drawn of an experiment"]),
+        ({"figures": ["rate_distortion"]}, ["'rate_distortion' is not drawn of an experiment"]),
+        ({"size": None, "claim": [{**CLAIM, "arm": "FP32", "bound": 1.0, "sizes": ["cpu"]}]}, ["has no sizes"]),
         ({"needs": ["fetch-data nope"]}, ["no 'nope'", "fashion-mnist"]),
         ({"compose": {"timing": "loss", "convergence": "loss"}}, ["one part, 'loss'"]),
         ({"compose": {"timing": "loss", "convergence": "timing"}}, ["'loss' has measure = 'convergence'"]),

@@ -36,6 +36,11 @@ def test_one_epoch_is_measured():
     assert all(s.measured for s in steps.plan(spec(train={"epochs": 1}), 10, batches))
 
 
+def test_a_run_that_ends_in_its_first_epoch_measures_that():
+    assert all(s.measured for s in steps.plan(spec(train={"max_steps": 2}), 10, batches))
+    assert [s.measured for s in steps.plan(spec(train={"max_steps": 3}), 10, batches)] == [False, False, True]
+
+
 def test_max_steps_cuts():
     plan = steps.plan(spec(train={"max_steps": 3}), 10, batches)
     assert [s.ends_epoch for s in plan] == [False, True, True], "what a cut epoch leaves is evaluated too"

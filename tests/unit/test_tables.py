@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import synthetic
 
-from thinpipe.harness import metrics, shards, summary, tables
+from thinpipe.harness import metrics, profile, shards, summary, tables
 from thinpipe.harness.errors import UserError
 from thinpipe.harness.spec import parse
 from thinpipe.harness.store import Store
@@ -390,6 +390,24 @@ def test_flagged_and_foreign_runs_say_so():
     assert (flagged["fidelity"], flagged["state"]) == ("cpu-bound", "done")
     assert flagged["fidelity_reason"] == "rank 0 waited 7.1 % for a core"
     assert (foreign["state"], foreign["machine"]) == ("foreign", "f" * 12)
+
+
+def test_a_replay_of_a_profile_that_has_changed_since_says_so(tmp_path):
+    key = ("timing", "FP32", 100, 0)
+    spec = synthetic.spec_of(*key).model_copy(update={"compute": "replay", "profile": "v100-gpt2-xl"})
+    kept = Store(tmp_path)
+    synthetic.write_run(kept, spec, key)
+    path = kept.run_dir(spec.run_id) / "manifest.json"
+    for then, flags in (
+        (profile.digest("v100-gpt2-xl"), "ok"),
+        ("0" * 16, "other-profile"),
+        (None, "ok"),
+    ):
+        path.write_text(json.dumps({"inputs": {"profile v100-gpt2-xl": then} if then else {}}))
+        (row,) = tables.of_run(kept, spec.run_id)["runs"].to_dict("records")
+        assert row["fidelity"] == flags
+    gone = tables._other_profile("no-such-one", {"inputs": {"profile no-such-one": "0" * 16}})
+    assert "is gone" in gone
 
 
 # --- what can be wrong ---
