@@ -10,7 +10,8 @@ on a sample of cells, drawn by a fixed seed, and scaled up by the composed times
 cell is timed at one speed of computing and run in full, minutes later, at another. The compute of a step is the same
 work in both, so it tells by how much: `speed` is compute_s of the run in full over that of the timed steps, and
 `at_equal_speed` gives the differences with the timed steps, but for their waiting, brought to the speed of the run in
-full. What is left is the composition's own error, and what a median of a few steps is worth.
+full. That is a rough correction: it takes a cell's computing for slower throughout, and overshoots where only some
+steps were. `flagged` says which cells rest on runs whose times are not to be trusted (docs/numbers.md, fidelity).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def result(
         "in_full_s": float(whole_s),
         "sampled": len(cells),
         "sampled_s": sum(taken),
-        "flagged": int((checked["fidelity"] != "ok").sum()),
+        "flagged": {name: str(flags) for name, flags in zip(names, checked["fidelity"], strict=True) if flags != "ok"},
     }
 
 

@@ -36,7 +36,8 @@ def tables_of(cells, *, same=True):
         # The same run held against another network has no time of its own.
         {"run_id": second, "timing_run_id": "d", "composed_s": 5.0, "measured_s": None, "total_error": None},
     ]
-    shared = {"part": experiment.COMPOSITION_CHECK, "same_losses": same, "fidelity": "ok"}
+    shared = {"part": experiment.COMPOSITION_CHECK, "same_losses": same}
+    checked = [{**row, "fidelity": "link-off" if row["run_id"] == first else "ok"} for row in checked]
     curves = [{"part": "convergence", "composed_s": 8.0}, {"part": "convergence", "composed_s": 20.0}]
     composition = pd.DataFrame([*({**row, **shared} for row in checked), *curves])
     runs = pd.DataFrame(
@@ -64,6 +65,7 @@ def test_the_numbers(grid, cells):
     assert found["speedup"] == pytest.approx(3.8)
     assert found["max_difference"] == 0.2
     assert list(found["differences"].values()) == [0.2, 0.0]
+    assert list(found["flagged"].values()) == ["link-off"]
     fair = found["at_equal_speed"]
     assert list(fair["speed"].values()) == pytest.approx([1.25, 0.75])
     # 8 s, four fifths of them work, a quarter slower: 9.6 s of 10. 20 s, half of them work, a quarter faster: 17.5 s.
