@@ -22,7 +22,7 @@ help:
 	@echo "make test-page  the report page in headless Chromium, which must be there (Debian: apt-get install chromium)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks under bench/, JSON on stdout"
-	@echo "make bench-grid composed curves against full runs (ten minutes)"
+	@echo "make bench-grid composed curves against full runs (half an hour)"
 	@echo "make bench-loss bytes at equal loss, against both papers' methods (half an hour)"
 	@echo "make clean      remove the environment and caches; results/ stays"
 
@@ -80,7 +80,7 @@ bench-loss: setup
 	$(BIN)/thinpipe fetch-data fashion-mnist >&2
 	$(BIN)/python bench/bytes_at_equal_loss.py --json
 
-# Ten minutes: a grid of links trained once a method, against every cell in full.
+# Half an hour: a grid of links trained once a method, against a sample of its cells in full, five times over.
 bench-grid: setup
 	$(BIN)/python bench/grid.py --json
 

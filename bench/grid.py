@@ -6,28 +6,33 @@ on a sample of cells, drawn by a fixed seed, and scaled up by the composed times
 
     speedup >= 5        max_difference <= 0.05        losses equal, bit for bit
 
-`differences` says of which cells, so that one that is off can be looked into. Where other work shares the machine, a
-cell is timed at one speed of computing and run in full, minutes later, at another. The compute of a step is the same
-work in both, so it tells by how much: `speed` is compute_s of the run in full over that of the timed steps, and
-`at_equal_speed` gives the differences with the timed steps, but for their waiting, brought to the speed of the run in
-full. That is a rough correction: it takes a cell's computing for slower throughout, and overshoots where only some
-steps were. `flagged` says which cells rest on runs whose times are not to be trusted (docs/numbers.md, fidelity).
+On a machine that others share, what is timed at one minute and run in full at another differs for that alone. So
+each sampled cell is timed anew right before or after each run in full of it, `--repeats` times: `differences`, of the
+medians of both, are the composition's own. `of_the_sweep` are those of the sweep's composed times against the same
+medians: what a user of one cell has, the machine's drift included. `spread` is how far apart the runs in full are,
+largest over smallest, less one: where it is above 0.05, no single run tells 5 %. `ratios` are composed over measured
+time with their 90 % intervals, paired by round, by cell and over all pairs: an interval within 0.9524 to 1.05 shows
+the composition to be within 5 %, one that reaches across leaves it open (docs/claims.md). `flagged` counts a cell's
+rounds by what their runs were flagged for: those times are not to be trusted (docs/numbers.md, fidelity).
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
-from thinpipe.harness import experiment, lock, tables
+from thinpipe.harness import experiment, lock, stats, tables
+from thinpipe.harness.claims.verdict import LEVEL
 from thinpipe.harness.experiment import COMPOSITION_CHECK, Cell, Experiment, ExperimentPart
 from thinpipe.harness.runner import Session
 from thinpipe.harness.spec import RunSpec
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 # One seed; a cell's step time needs fewer steps than a figure that compares a few per cent.
 SETTINGS = ("seeds=[0]", "timing.batches=2", "timing.passes=5")
 DRAWN_BY = "grid"
+# A tenth of the 45 cells.
+SAMPLE = 4
 
 
 def in_full(loaded: Experiment) -> list[Cell]:
@@ -53,6 +60,24 @@ def in_full(loaded: Experiment) -> list[Cell]:
     return cells
 
 
+def narrowed(loaded: Experiment, cell: Cell) -> Experiment:
+    """`loaded` with only what the full run `cell` is composed of, and that run: its training, and at its network the
+    timing of its method and of FP32, which the training's warm-up is."""
+    network = cell.runs[0][1].network
+    kept = {
+        "convergence": lambda other: other.arm == cell.arm,
+        "timing": lambda other: other.arm in (cell.arm, "FP32") and other.runs[0][1].network == network,
+    }
+    parts = [replace(part, cells=tuple(filter(kept[part.name], part.cells))) for part in loaded.parts]
+    return replace(loaded, parts=(*parts, ExperimentPart(COMPOSITION_CHECK, (cell,))))
+
+
+def specs_of(loaded: Experiment, *parts: str) -> list[RunSpec]:
+    """The specs of `parts`, each once."""
+    found = [spec for part in loaded.parts if part.name in parts for cell in part.cells for _, spec in cell.runs]
+    return list({spec.run_id: spec for spec in found}.values())
+
+
 def run_all(session: Session, store: Store, specs: Iterable[RunSpec]) -> None:
     """Check, then run each of `specs` and keep it in `store`; SystemExit where one does not end well."""
     every = list(specs)
@@ -64,73 +89,105 @@ def run_all(session: Session, store: Store, specs: Iterable[RunSpec]) -> None:
         store.finish(spec.run_id, status)
 
 
-def compare(loaded: Experiment, sample: int, root: Path) -> dict[str, Any]:
-    """Both ways through the grid, the second on `sample` of its cells."""
-    store = Store(root)
-    cells = random.Random(DRAWN_BY).sample(full := in_full(loaded), sample)
-    check = ExperimentPart(COMPOSITION_CHECK, tuple(cells))
-    store.save_runs(replace(loaded, parts=(*loaded.parts, check)))
+@dataclass(frozen=True)
+class Pair:
+    """One full run beside its own timing. composed_s, measured_s: of its training; wall_s: with all around it."""
+
+    composed_s: float
+    measured_s: float
+    wall_s: float
+    fidelity: str
+
+
+def pair(loaded: Experiment, cell: Cell, trained: Store, folder: Path, *, timed_first: bool) -> Pair:
+    """Time `cell` and run it in full, one right after the other, in `folder`; its training is taken from `trained`."""
+    store, own = Store(folder), narrowed(loaded, cell)
+    for spec in specs_of(own, "convergence"):
+        shutil.copytree(trained.run_dir(spec.run_id), store.run_dir(spec.run_id))
+    store.save_runs(own)
+    wall_s = 0.0
+    for part in ("timing", COMPOSITION_CHECK) if timed_first else (COMPOSITION_CHECK, "timing"):
+        start = time.monotonic()
+        with Session(fresh=part == COMPOSITION_CHECK) as session:
+            run_all(session, store, specs_of(own, part))
+        if part == COMPOSITION_CHECK:
+            wall_s = time.monotonic() - start
+    composition = tables.build(store, own.name)["composition"]
+    row = composition[(composition["part"] == COMPOSITION_CHECK) & composition["measured_s"].notna()].iloc[0]
+    if not row["same_losses"]:
+        raise SystemExit(f"{name_of(cell)}: the run in full has other losses than the training that is composed")
+    return Pair(float(row["composed_s"]), float(row["measured_s"]), wall_s, str(row["fidelity"]))
+
+
+def name_of(cell: Cell) -> str:
+    return f"{cell.arm}, {cell.runs[0][1].network.rate_mbit:g} Mbit/s"
+
+
+def compare(loaded: Experiment, rounds: int, root: Path) -> dict[str, Any]:
+    """Both ways through the grid, the second on a sample of its cells, `rounds` times."""
+    store = Store(root / "sweep")
+    store.save_runs(loaded)
     start = time.monotonic()
     with Session() as session:
-        run_all(session, store, {spec.run_id: spec for cell in loaded.cells() for _, spec in cell.runs}.values())
-    tables.build(store, loaded.name)
+        run_all(session, store, specs_of(loaded, *(part.name for part in loaded.parts)))
+    composition = tables.build(store, loaded.name)["composition"]
     composed_s = time.monotonic() - start
-    taken = []
-    for cell in cells:
-        start = time.monotonic()
-        with Session(fresh=True) as session:
-            run_all(session, store, [cell.runs[0][1]])
-        taken.append(time.monotonic() - start)
-    built = tables.build(store, loaded.name)
-    return result(built["composition"], built["runs"], cells, taken, composed_s) | {"cells": len(full)}
+    cells = random.Random(DRAWN_BY).sample(in_full(loaded), SAMPLE)
+    pairs: dict[str, list[Pair]] = {name_of(cell): [] for cell in cells}
+    for turn in range(rounds):
+        for place, cell in enumerate(cells):
+            folder = root / f"{turn}-{place}"
+            pairs[name_of(cell)].append(pair(loaded, cell, store, folder, timed_first=turn % 2 == 0))
+            say(f"round {turn + 1} of {rounds}: {name_of(cell)}: {pairs[name_of(cell)][-1]}")
+    return result(swept(composition), pairs, composed_s)
 
 
-def result(
-    composition: pd.DataFrame, runs: pd.DataFrame, cells: Sequence[Cell], taken: Sequence[float], composed_s: float
-) -> dict[str, Any]:
-    """The numbers, from table composition: every cell's composed time, and the sampled ones' measured time. runs: what
-    both ways computed a step."""
-    checked = composition[composition["part"] == COMPOSITION_CHECK].set_index("run_id")
-    # A run checked elsewhere than at its own network has no measured time.
-    checked = checked.loc[checked["measured_s"].notna()].loc[[cell.runs[0][1].run_id for cell in cells]]
-    if not checked["same_losses"].all():
-        raise SystemExit("a run in full has other losses than the training that is composed")
-    curves = composition[composition["part"] == "convergence"]["composed_s"]
-    around = statistics.mean(wall - trained for wall, trained in zip(taken, checked["measured_s"], strict=True))
-    slower = checked["measured_s"].sum() / checked["composed_s"].sum()
-    whole_s = len(curves) * around + slower * curves.sum()
-    names = [f"{cell.arm}, {cell.runs[0][1].network.rate_mbit:g} Mbit/s" for cell in cells]
-    speeds, errors = at_equal_speed(checked, runs)
+def swept(composition: pd.DataFrame) -> dict[str, float]:
+    """Composed seconds of each cell of the sweep, from table composition."""
+    curves = composition[composition["part"] == "convergence"]
+    names = (f"{arm}, {rate:g} Mbit/s" for arm, rate in zip(curves["arm"], curves["rate_mbit"], strict=True))
+    return dict(zip(names, map(float, curves["composed_s"]), strict=True))
+
+
+def result(sweep: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]], composed_s: float) -> dict[str, Any]:
+    """The numbers. sweep: composed seconds by cell; pairs: of the sampled ones; composed_s: what the sweep took."""
+    every = [one for of_cell in pairs.values() for one in of_cell]
+    measured = {name: statistics.median(one.measured_s for one in found) for name, found in pairs.items()}
+    composed = {name: statistics.median(one.composed_s for one in found) for name, found in pairs.items()}
+    around = statistics.mean(one.wall_s - one.measured_s for one in every)
+    slower = sum(measured.values()) / sum(sweep[name] for name in pairs)
+    whole_s = len(sweep) * around + slower * sum(sweep.values())
+    differences = {name: abs(composed[name] / measured[name] - 1) for name in pairs}
+    of_the_sweep = {name: abs(sweep[name] / measured[name] - 1) for name in pairs}
+    flagged = {name: dict(Counter(one.fidelity for one in found)) for name, found in pairs.items()}
     return {
-        "speedup": float(whole_s / composed_s),
-        "max_difference": float(checked["total_error"].max()),
-        "differences": dict(zip(names, map(float, checked["total_error"]), strict=True)),
-        "at_equal_speed": {
-            "max_difference": max(errors),
-            "differences": dict(zip(names, errors, strict=True)),
-            "speed": dict(zip(names, speeds, strict=True)),
-        },
+        "speedup": whole_s / composed_s,
+        "max_difference": max(differences.values()),
+        "differences": differences,
+        "of_the_sweep": {"max_difference": max(of_the_sweep.values()), "differences": of_the_sweep},
+        "ratios": {name: ratio(found) for name, found in pairs.items()},
+        "ratio_of_all": ratio(every),
+        "spread": {name: _range([one.measured_s for one in found]) for name, found in pairs.items()},
+        "flagged": {name: flags for name, flags in flagged.items() if set(flags) != {"ok"}},
         "composed_s": composed_s,
-        "in_full_s": float(whole_s),
-        "sampled": len(cells),
-        "sampled_s": sum(taken),
-        "flagged": {name: str(flags) for name, flags in zip(names, checked["fidelity"], strict=True) if flags != "ok"},
+        "in_full_s": whole_s,
+        "cells": len(sweep),
+        "sampled": len(pairs),
+        "rounds": len(every) // len(pairs),
     }
 
 
-def at_equal_speed(checked: pd.DataFrame, runs: pd.DataFrame) -> tuple[list[float], list[float]]:
-    """By sampled cell: compute_s of its run in full over that of its timed steps, and total_error with the composed
-    time at the speed of the run in full."""
-    by_id = runs.drop_duplicates("run_id").set_index("run_id")
-    speeds, errors = [], []
-    for run_id, row in checked.iterrows():
-        timed = by_id.loc[row["timing_run_id"].split("+"), ["compute_s", "wait_s", "step_time_s"]].median()
-        ratio = by_id.loc[run_id, "compute_s"] / timed["compute_s"]
-        working = 1 - timed["wait_s"] / timed["step_time_s"]
-        composed_s = row["composed_s"] * (1 + (ratio - 1) * working)
-        speeds.append(float(ratio))
-        errors.append(float(abs(composed_s - row["measured_s"]) / row["measured_s"]))
-    return speeds, errors
+def ratio(pairs: Sequence[Pair]) -> list[float | None]:
+    """[value, low, high] of composed over measured time."""
+    composed, measured = (
+        dict(enumerate(values)) for values in ([one.composed_s for one in pairs], [one.measured_s for one in pairs])
+    )
+    found = stats.paired_ratio(composed, measured, level=LEVEL)
+    return [found.mean, found.low, found.high]
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values) / min(values) - 1
 
 
 def say(message: str) -> None:
@@ -138,7 +195,7 @@ def say(message: str) -> None:
 
 
 def main() -> None:
-    options = common.arguments(__doc__ or "", repeats=4)
+    options = common.arguments(__doc__ or "", repeats=5)
     loaded = experiment.load("bandwidth_vs_bits", SETTINGS)
     with tempfile.TemporaryDirectory() as folder, lock.hold("bench grid", Path(folder), say):
         found = compare(loaded, options.repeats, Path(folder))

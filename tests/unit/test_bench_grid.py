@@ -1,5 +1,6 @@
 """bench/grid.py: what it makes of the tables of both ways, by hand."""
 
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ def grid(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     spec = importlib.util.spec_from_file_location("bench_grid", BENCH / "grid.py")
     module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     yield module
     sys.modules.pop("common", None)
@@ -27,53 +30,68 @@ def cells(grid):
     return grid.in_full(experiment.load("bandwidth_vs_bits", grid.SETTINGS))
 
 
-def tables_of(cells, *, same=True):
-    """Two cells checked, composed at 8 and 20 s, measured at 10 s and 20 s; two curves composed of 45."""
-    first, second = (cell.runs[0][1].run_id for cell in cells)
-    checked = [
-        {"run_id": first, "timing_run_id": "a+b", "composed_s": 8.0, "measured_s": 10.0, "total_error": 0.2},
-        {"run_id": second, "timing_run_id": "c", "composed_s": 20.0, "measured_s": 20.0, "total_error": 0.0},
-        # The same run held against another network has no time of its own.
-        {"run_id": second, "timing_run_id": "d", "composed_s": 5.0, "measured_s": None, "total_error": None},
-    ]
-    shared = {"part": experiment.COMPOSITION_CHECK, "same_losses": same}
-    checked = [{**row, "fidelity": "link-off" if row["run_id"] == first else "ok"} for row in checked]
-    curves = [{"part": "convergence", "composed_s": 8.0}, {"part": "convergence", "composed_s": 20.0}]
-    composition = pd.DataFrame([*({**row, **shared} for row in checked), *curves])
-    runs = pd.DataFrame(
-        [
-            {"run_id": "a", "compute_s": 0.30, "wait_s": 0.1, "step_time_s": 1.0},
-            {"run_id": "b", "compute_s": 0.50, "wait_s": 0.3, "step_time_s": 1.0},
-            {"run_id": "c", "compute_s": 0.40, "wait_s": 0.5, "step_time_s": 1.0},
-            {"run_id": first, "compute_s": 0.50, "wait_s": 0.1, "step_time_s": 1.0},
-            {"run_id": second, "compute_s": 0.30, "wait_s": 0.5, "step_time_s": 1.0},
-        ]
-    )
-    return composition, runs
-
-
 def test_the_whole_grid_is_45_full_runs_each_of_its_own(cells):
     assert len({cell.runs[0][1].run_id for cell in cells}) == len(cells) == 45
     assert {cell.runs[0][1].measure for cell in cells} == {"full"}
 
 
-def test_the_numbers(grid, cells):
-    picked = [cells[0], cells[44]]
-    found = grid.result(*tables_of(picked), picked, taken=[13.0, 25.0], composed_s=10.0)
-    # Each run costs 4 s around its training; trainings are 30 / 28 of what was composed for them.
-    assert found["in_full_s"] == pytest.approx(2 * 4.0 + 30.0)
-    assert found["speedup"] == pytest.approx(3.8)
-    assert found["max_difference"] == 0.2
-    assert list(found["differences"].values()) == [0.2, 0.0]
-    assert list(found["flagged"].values()) == ["link-off"]
-    fair = found["at_equal_speed"]
-    assert list(fair["speed"].values()) == pytest.approx([1.25, 0.75])
-    # 8 s, four fifths of them work, a quarter slower: 9.6 s of 10. 20 s, half of them work, a quarter faster: 17.5 s.
-    assert list(fair["differences"].values()) == pytest.approx([0.04, 0.125])
-    assert fair["max_difference"] == pytest.approx(0.125)
+def test_a_full_run_is_composed_of_its_training_and_two_timings_at_its_network(grid, cells):
+    loaded = experiment.load("bandwidth_vs_bits", grid.SETTINGS)
+    cell = next(cell for cell in cells if cell.arm == "AQ-SGD fw3 bw8" and cell.runs[0][1].network.rate_mbit == 50)
+    own = grid.narrowed(loaded, cell)
+    by_part = {part.name: [(c.arm, c.runs[0][1].network.rate_mbit) for c in part.cells] for part in own.parts}
+    assert by_part == {
+        "timing": [("FP32", 50), ("AQ-SGD fw3 bw8", 50)],
+        "convergence": [("AQ-SGD fw3 bw8", 300)],
+        experiment.COMPOSITION_CHECK: [("AQ-SGD fw3 bw8", 50)],
+    }
+    assert [spec.measure for spec in grid.specs_of(own, "timing", experiment.COMPOSITION_CHECK)] == ["timing"] * 2 + [
+        "full"
+    ]
 
 
-def test_other_losses_end_it(grid, cells):
-    picked = [cells[0], cells[44]]
+def test_the_numbers(grid):
+    pairs = {
+        "A, 10 Mbit/s": [
+            grid.Pair(8.0, 10.0, 13.0, "ok"),
+            grid.Pair(9.8, 10.0, 15.0, "link-off"),
+            grid.Pair(12.0, 12.0, 16.0, "ok"),
+        ],
+        "B, 20 Mbit/s": [grid.Pair(21.0, 20.0, 24.0, "ok")] * 3,
+    }
+    found = grid.result({"A, 10 Mbit/s": 8.0, "B, 20 Mbit/s": 20.0, "C, 10 Mbit/s": 28.0}, pairs, composed_s=10.0)
+    # A run costs 4 s around its training (3, 5, 4; 4 each); trainings are 30 / 28 of what was composed.
+    assert found["in_full_s"] == pytest.approx(3 * 4.0 + 30 / 28 * 56.0)
+    assert found["speedup"] == pytest.approx(7.2)
+    assert found["differences"] == pytest.approx({"A, 10 Mbit/s": 0.02, "B, 20 Mbit/s": 0.05})
+    assert found["max_difference"] == pytest.approx(0.05)
+    assert found["of_the_sweep"]["differences"] == pytest.approx({"A, 10 Mbit/s": 0.2, "B, 20 Mbit/s": 0.0})
+    assert found["of_the_sweep"]["max_difference"] == pytest.approx(0.2)
+    assert found["spread"] == pytest.approx({"A, 10 Mbit/s": 0.2, "B, 20 Mbit/s": 0.0})
+    assert found["ratios"]["B, 20 Mbit/s"] == pytest.approx([1.05, 1.05, 1.05])
+    value, low, high = found["ratio_of_all"]
+    assert value == pytest.approx((0.8 * 0.98 * 1.05**3) ** (1 / 6))
+    assert low < value < high
+    assert found["flagged"] == {"A, 10 Mbit/s": {"ok": 2, "link-off": 1}}
+    assert (found["cells"], found["sampled"], found["rounds"]) == (3, 2, 3)
+
+
+def test_cells_of_the_sweep_are_named_as_the_sampled_ones_are(grid, cells):
+    rate = cells[0].runs[0][1].network.rate_mbit
+    mine = {"part": "convergence", "arm": cells[0].arm, "rate_mbit": rate, "composed_s": 8}
+    composition = pd.DataFrame([mine, {**mine, "part": "check", "arm": "other", "composed_s": 1}])
+    assert grid.swept(composition) == {grid.name_of(cells[0]): 8.0}
+
+
+def test_other_losses_end_it(grid, cells, tmp_path, monkeypatch):
+    row = {"part": experiment.COMPOSITION_CHECK, "composed_s": 1.0, "measured_s": 1.0, "fidelity": "ok"}
+    composition = pd.DataFrame([{**row, "same_losses": False}])
+    monkeypatch.setattr(grid, "run_all", lambda *_: None)
+    monkeypatch.setattr(grid, "Session", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(grid.tables, "build", lambda *_: {"composition": composition})
+    loaded = experiment.load("bandwidth_vs_bits", grid.SETTINGS)
+    trained = grid.Store(tmp_path / "sweep")
+    for spec in grid.specs_of(loaded, "convergence"):
+        trained.begin(spec)
     with pytest.raises(SystemExit, match="other losses"):
-        grid.result(*tables_of(picked, same=False), picked, taken=[13.0, 25.0], composed_s=10.0)
+        grid.pair(loaded, cells[0], trained, tmp_path / "pair", timed_first=True)
