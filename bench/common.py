@@ -20,7 +20,10 @@ def arguments(description: str, repeats: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
     parser.add_argument("--repeats", type=int, default=repeats, help="interleaved repeats of each contender")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats takes a number from 1 on, got {options.repeats}")
+    return options
 
 
 def interleave(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

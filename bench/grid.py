@@ -10,10 +10,11 @@ On a machine that others share, what is timed at one minute and run in full at a
 each sampled cell is timed anew right before or after each run in full of it, `--repeats` times: `differences`, of the
 medians of both, are the composition's own. `of_the_sweep` are those of the sweep's composed times against the same
 medians: what a user of one cell has, the machine's drift included. `spread` is how far apart the runs in full are,
-largest over smallest, less one: where it is above 0.05, no single run tells 5 %. `ratios` are composed over measured
-time with their 90 % intervals, paired by round, by cell and over all pairs: an interval within 0.9524 to 1.05 shows
-the composition to be within 5 %, one that reaches across leaves it open (docs/claims.md). `flagged` counts a cell's
-rounds by what their runs were flagged for: those times are not to be trusted (docs/numbers.md, fidelity).
+largest less smallest over their mean: where it is above 0.05, no single run tells 5 %. `ratios` are composed over
+measured time with their 90 % intervals, paired by round, by cell and over all pairs: an interval within 0.9524 to 1.05
+shows the composition to be within 5 %, one that reaches across leaves it open (docs/claims.md). `flagged` counts a
+cell's rounds by what their runs were flagged for (docs/numbers.md, fidelity); where a cell has others, those are left
+out.
 """
 
 from __future__ import annotations
@@ -151,6 +152,9 @@ def swept(composition: pd.DataFrame) -> dict[str, float]:
 
 def result(sweep: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]], composed_s: float) -> dict[str, Any]:
     """The numbers. sweep: composed seconds by cell; pairs: of the sampled ones; composed_s: what the sweep took."""
+    flagged = {name: dict(Counter(one.fidelity for one in found)) for name, found in pairs.items()}
+    rounds = max(map(len, pairs.values()))
+    pairs = {name: [one for one in found if one.fidelity == "ok"] or found for name, found in pairs.items()}
     every = [one for of_cell in pairs.values() for one in of_cell]
     measured = {name: statistics.median(one.measured_s for one in found) for name, found in pairs.items()}
     composed = {name: statistics.median(one.composed_s for one in found) for name, found in pairs.items()}
@@ -159,7 +163,6 @@ def result(sweep: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]], comp
     whole_s = len(sweep) * around + slower * sum(sweep.values())
     differences = {name: abs(composed[name] / measured[name] - 1) for name in pairs}
     of_the_sweep = {name: abs(sweep[name] / measured[name] - 1) for name in pairs}
-    flagged = {name: dict(Counter(one.fidelity for one in found)) for name, found in pairs.items()}
     return {
         "speedup": whole_s / composed_s,
         "max_difference": max(differences.values()),
@@ -167,13 +170,13 @@ def result(sweep: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]], comp
         "of_the_sweep": {"max_difference": max(of_the_sweep.values()), "differences": of_the_sweep},
         "ratios": {name: ratio(found) for name, found in pairs.items()},
         "ratio_of_all": ratio(every),
-        "spread": {name: _range([one.measured_s for one in found]) for name, found in pairs.items()},
+        "spread": {name: stats.spread([one.measured_s for one in found]) for name, found in pairs.items()},
         "flagged": {name: flags for name, flags in flagged.items() if set(flags) != {"ok"}},
         "composed_s": composed_s,
         "in_full_s": whole_s,
         "cells": len(sweep),
         "sampled": len(pairs),
-        "rounds": len(every) // len(pairs),
+        "rounds": rounds,
     }
 
 
@@ -184,10 +187,6 @@ def ratio(pairs: Sequence[Pair]) -> list[float | None]:
     )
     found = stats.paired_ratio(composed, measured, level=LEVEL)
     return [found.mean, found.low, found.high]
-
-
-def _range(values: Sequence[float]) -> float:
-    return max(values) / min(values) - 1
 
 
 def say(message: str) -> None:

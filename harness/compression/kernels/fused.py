@@ -66,6 +66,9 @@ def _instruction(function: Callable[..., Any]) -> Any:
 # ---- a memory's rows: None, or uint16 = bf16, the upper halves of float32, int16 = patterns of fp16, or float32 ---
 #
 # What is kept is finite and, by the limit below, far from overflow.
+#
+# The functions that only raise are names for the compiler, which takes what @overload gives for them by the rows'
+# type; called from Python they have no meaning.
 
 
 def _value(rows: Any, i: int) -> Any:
